@@ -1,0 +1,226 @@
+"""The engine: a sharded training state and the programs that step, evaluate, save and restore it. For users who own
+their loop; the trainer drives one too."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import RenderableType
+
+from jzero.checkpoint import ArrayTarget, Checkpointer
+from jzero.config import Config, TrainConfig, make_config, plan_batch
+from jzero.errors import ConfigError
+from jzero.grads import Loss, bind_params, make_grad_fn
+from jzero.mesh import BATCH_AXES, make_mesh
+from jzero.model_api import Model, adapt
+from jzero.optim import decay_mask, is_elementwise, make_optimizer, make_schedule
+from jzero.plan import Plan, make_plan
+from jzero.report import plan_report
+from jzero.runtime import start
+from jzero.state import TrainState, assert_placement, from_named, init_state, named, plan_tree, shardings
+from jzero.step import Metrics, make_eval_step, make_train_step
+from jzero.usepoint import use_points
+
+
+def initialize(
+    model: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation | None = None,
+    config: Mapping[str, Any] | str | Path | Config | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> "Engine":
+    """An engine with a freshly initialised, sharded state.
+
+    model: a function of nnx.Rngs that builds a Flax NNX module (preferred: nothing is ever built whole), or a built
+    module, whose values are the start. loss(model, batch) returns a scalar (a mean over the batch's rows), a WeightedLoss,
+    or either with a dict of extra metrics. optimizer: any optax transformation; None makes config.optimizer. config: a
+    mapping, a path, a Config, or None for the defaults. devices: None for all of them.
+
+    Raises a UserError naming the field and the fix for anything that cannot work, before anything is compiled.
+    """
+    config = make_config(config)
+    start(config.runtime)
+    mesh = make_mesh(config.mesh, devices)
+    adapted = adapt(model)
+    schedule = None
+    if optimizer is None:
+        stacks = {path: p.stack_ndim for path, p in adapted.params.items()}
+        mask = decay_mask(stacks, {path: p.shape for path, p in adapted.params.items()})
+        schedule = make_schedule(config.optimizer, config.train.num_steps)
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps, mask)
+    plan = make_plan(
+        adapted.params,
+        dict(mesh.shape),
+        config.zero,
+        config.precision,
+        optimizer,
+        adapted.model_state,
+        accumulating=_accumulation(config.train, mesh) > 1,
+    )
+    return Engine(config, mesh, adapted, loss, optimizer, schedule, plan)
+
+
+class Engine:
+    """Made by `initialize`. Holds the state; every method leaves it sharded as the plan says."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: Model,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        schedule: optax.Schedule | None,
+        plan: Plan,
+    ):
+        self.config, self.mesh, self.plan = config, mesh, plan
+        self._model, self._loss, self._optimizer, self._schedule = model, loss, optimizer, schedule
+        self._points = use_points(plan, mesh, config.precision.compute)
+        abstract = {path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for path, leaf in plan.weights.items()}
+        self._elementwise = is_elementwise(optimizer, abstract)
+        self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self._train_steps: dict[int, Callable[..., tuple[TrainState, Metrics]]] = {}
+        self._eval_step = make_eval_step(model, loss, self._points)
+        self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self.state = init_state(model, optimizer, plan, mesh, config.train.seed)
+        assert_placement(self.state, plan)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.plan.num_parameters
+
+    def step(self, batch: Any) -> Metrics:
+        """One optimizer step over a batch of host (or device) arrays whose leading dimension is the global batch.
+
+        Returns float32/int32 device scalars: loss, weight, grad_norm (before clipping), skipped (steps so far that changed
+        nothing), skipped_in_a_row, learning_rate where the schedule is jzero's, and the loss's extra metrics.
+        """
+        num_micro_batches = self._micro_batches(batch)
+        self.state, metrics = self._train_step(num_micro_batches)(self.state, self.place(batch))
+        return metrics
+
+    def evaluate(self, batch: Any) -> Metrics:
+        """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics); changes nothing."""
+        self._check_rows(_rows(batch))
+        return self._eval_step(self.state, self.place(batch))
+
+    def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(model, *args), jitted once per fn, on the sharded parameters in evaluation mode."""
+        if fn not in self._applied:
+
+            def applied(state: TrainState, *args: Any) -> Any:
+                params = bind_params(state.params, self._points)
+                return fn(self._model.bind(params, state.model_state, jnp.int32(0), train=False), *args)
+
+            self._applied[fn] = jax.jit(applied)
+        return self._applied[fn](self.state, *args)
+
+    def place(self, batch: Any) -> Any:
+        """A batch of host arrays on the mesh, rows split over the batch axes."""
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._batch_sharding, np.asarray(x)), batch)
+
+    def lower_step(self, batch: Any) -> Any:
+        """The training step for a batch of (abstract) arrays, lowered, to look at or compile: jax.stages.Lowered."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch_sharding), batch)
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        return self._train_step(self._micro_batches(batch)).lower(state, shapes)
+
+    def params(self) -> dict[str, np.ndarray]:
+        """The weights the optimizer holds (float32 masters where there are any), whole, in true shapes, on the host."""
+        return {path: leaf.cut(np.asarray(self.state.weights[path])) for path, leaf in self.plan.weights.items()}
+
+    def model(self) -> Any:
+        """The user's model holding the current parameters in true shapes, in evaluation mode, to call."""
+        params = {path: leaf.cut(self.state.params[path]) for path, leaf in self.plan.params.items()}
+        return self._model.bind(params, self.state.model_state, jnp.int32(0), train=False)
+
+    def report(self) -> RenderableType:
+        """The start-up report: bytes a device by tree, what stayed whole and why."""
+        return plan_report(self.plan)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Every array of the state by name, in stored shapes."""
+        return named(self.state)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The true shape of every array of the state by name."""
+        return {name: leaf.shape for name, leaf in named(plan_tree(self.plan)).items()}
+
+    def targets(self) -> dict[str, ArrayTarget]:
+        """What a checkpoint has to restore for this plan and mesh, by name."""
+        placement = named(shardings(self.plan, self.mesh))
+        return {
+            name: ArrayTarget(leaf.shape, leaf.stored_shape, leaf.dtype, placement[name])
+            for name, leaf in named(plan_tree(self.plan)).items()
+        }
+
+    def load(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Take a state from arrays by name, as `targets` describes them."""
+        state = from_named(self.plan, arrays)
+        assert_placement(state, self.plan)
+        self.state = state
+
+    def save(self, directory: str | Path, record: Mapping[str, Any] | None = None) -> None:
+        """Write the state as a checkpoint of its step and wait until it is complete."""
+        keep = self.config.checkpoint
+        with Checkpointer(Path(directory), keep_last=keep.keep_last, keep_best=0, asynchronous=False) as checkpointer:
+            checkpointer.save(int(self.state.step), self.arrays(), self.shapes(), dict(record or {}))
+
+    def restore(self, directory: str | Path, step: int | None = None) -> dict[str, Any]:
+        """Take the newest complete checkpoint (or that of a step) of any stage and device count; returns its record."""
+        keep = self.config.checkpoint
+        with Checkpointer(Path(directory), keep_last=keep.keep_last, keep_best=0, asynchronous=False) as checkpointer:
+            restored = checkpointer.restore(self.targets(), step)
+        self.load(restored.arrays)
+        return restored.record
+
+    def _train_step(self, num_micro_batches: int) -> Callable[..., tuple[TrainState, Metrics]]:
+        if num_micro_batches not in self._train_steps:
+            accumulate = self.config.precision.accumulate
+            grad_fn = make_grad_fn(
+                self._model, self._loss, self.plan, self.mesh, self._points, num_micro_batches, accumulate
+            )
+            self._train_steps[num_micro_batches] = make_train_step(
+                grad_fn,
+                self._optimizer,
+                self.plan,
+                self.mesh,
+                elementwise=self._elementwise,
+                num_micro_batches=num_micro_batches,
+                clip_norm=self.config.optimizer.clip_norm,
+                schedule=self._schedule,
+            )
+        return self._train_steps[num_micro_batches]
+
+    def _micro_batches(self, batch: Any) -> int:
+        rows = _rows(batch)
+        self._check_rows(rows)
+        return _accumulation(self.config.train.model_copy(update={"global_batch_size": rows}), self.mesh)
+
+    def _check_rows(self, rows: int) -> None:
+        shards = _num_batch_shards(self.mesh)
+        if rows % shards:
+            raise ConfigError(
+                f"the batch has {rows} rows, which do not divide over {shards} devices of the batch axes "
+                f"(replica x data); give {rows - rows % shards or shards} or {rows + -rows % shards}."
+            )
+
+
+def _accumulation(train: TrainConfig, mesh: Mesh) -> int:
+    return plan_batch(train, _num_batch_shards(mesh)).accumulation_steps
+
+
+def _num_batch_shards(mesh: Mesh) -> int:
+    return mesh.shape["replica"] * mesh.shape["data"]
+
+
+def _rows(batch: Any) -> int:
+    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ConfigError(f"the arrays of a batch have leading dimensions {sorted(sizes)}; they must be one and the same.")
+    return sizes.pop()[0]

@@ -1,0 +1,140 @@
+"""The gradient engines: loss and gradient sums of one optimizer step over its micro-batches.
+
+`xla`, the one here, computes over global arrays: shardings of inputs and outputs and the constraints at the use points
+say where things live, XLA inserts the collectives. Accumulating under it reduces in every micro-batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.errors import ModelError
+from jzero.loss import WeightedLoss
+from jzero.mesh import BATCH_AXES
+from jzero.model_api import Model
+from jzero.plan import Plan
+from jzero.usepoint import Gathered, UsePoint, rematerialises, residual_policy
+
+Loss = Callable[[Any, Any], Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossSums:
+    """What a loss returned, as sums that add up over micro-batches: the loss itself and any extra metrics."""
+
+    loss: WeightedLoss
+    extras: dict[str, WeightedLoss]
+
+    def means(self) -> dict[str, jax.Array]:
+        """`loss`, `weight` and every extra metric as float32 scalars; zero where the weight is zero."""
+        return {
+            "loss": _mean(self.loss),
+            "weight": self.loss.weight,
+            **{name: _mean(value) for name, value in self.extras.items()},
+        }
+
+
+def bind_params(params: Mapping[str, jax.Array], points: Mapping[str, UsePoint]) -> dict[str, Gathered]:
+    """Stored parameters wrapped so that reading one is its use point."""
+    return {path: Gathered(stored, points[path]) for path, stored in params.items()}
+
+
+def loss_sums(result: Any, batch: Any) -> LossSums:
+    """A loss's result (scalar or WeightedLoss, alone or with a dict of extra metrics) as sums.
+
+    A scalar is a mean over the rows of its batch; a scalar metric is a mean with the loss's own weight.
+    """
+    value, extras = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(extras, Mapping):
+        raise ModelError(f"the loss returned (loss, {type(extras).__name__}); the second must be a dict of metrics.")
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    loss = _weighted("loss", value, jnp.float32(rows))
+    clash = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row"} & set(extras)
+    if clash:
+        raise ModelError(f"extra metric {sorted(clash)[0]!r} has the name of one of jzero's own; call it something else.")
+    # Metrics are read, not trained on.
+    extra_sums = {name: _weighted(name, jax.lax.stop_gradient(v), loss.weight) for name, v in extras.items()}
+    return LossSums(loss, extra_sums)
+
+
+def make_loss_fn(model: Model, loss: Loss, points: Mapping[str, UsePoint], *, train: bool) -> Callable[..., Any]:
+    """fn(params, model_state, batch, fold) -> (loss total, (LossSums, new model state)) over stored parameters."""
+
+    def loss_fn(params: Mapping[str, jax.Array], model_state: Mapping[str, Any], batch: Any, fold: Any) -> Any:
+        bound = model.bind(bind_params(params, points), model_state, fold, train=train)
+        sums = loss_sums(loss(bound, batch), batch)
+        return sums.loss.total, (sums, {**model_state, **model.collect(bound)})
+
+    return loss_fn
+
+
+def make_grad_fn(
+    model: Model, loss: Loss, plan: Plan, mesh: Mesh, points: Mapping[str, UsePoint], num_micro_batches: int, accumulate: str
+) -> Callable[..., tuple[LossSums, dict[str, jax.Array], dict[str, Any]]]:
+    """fn(params, model_state, batch, fold) -> (LossSums, gradient of the loss total, new model state), engine `xla`.
+
+    batch: arrays of the global batch, leading dim split over the batch axes. Micro-batch j is rows j, j+k, j+2k, ...: the
+    split costs no communication, and which rows meet does not depend on the device count. fold: int32, the number of the
+    step's first micro-batch. Gradients have stored shapes and the placement of plan.gradients; summed over several
+    micro-batches they have dtype `accumulate`.
+    """
+    loss_fn = make_loss_fn(model, loss, points, train=True)
+    gathers = any(leaf.zero_axes for leaf in plan.params.values())
+
+    def one(params: Any, model_state: Any, batch: Any, fold: Any) -> Any:
+        fn = loss_fn
+        if gathers and not rematerialises(loss_fn, params, model_state, batch, fold):
+            fn = jax.checkpoint(loss_fn, policy=residual_policy(points))
+        (_, (sums, model_state)), gradients = jax.value_and_grad(fn, has_aux=True)(params, model_state, batch, fold)
+        return sums, gradients, model_state
+
+    if num_micro_batches == 1:
+        return one
+
+    placement = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.gradients.items()}
+
+    def accumulated(params: Any, model_state: Any, batch: Any, fold: Any) -> Any:
+        def add(carry: Any, micro_batch: Any) -> Any:
+            sums, gradients, model_state, fold = carry
+            new_sums, new_gradients, model_state = one(params, model_state, micro_batch, fold)
+            wide = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new_gradients)
+            gradients = jax.lax.with_sharding_constraint(wide, placement)
+            return (jax.tree.map(jnp.add, sums, new_sums), gradients, model_state, fold + 1), None
+
+        micro_batches = jax.tree.map(lambda x: _split(x, num_micro_batches, mesh), batch)
+        shapes = jax.eval_shape(one, params, model_state, jax.tree.map(lambda x: x[0], micro_batches), fold)
+        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
+        gradients = jax.tree.map(lambda g: jnp.zeros(g.shape, accumulate), shapes[1])
+        gradients = jax.lax.with_sharding_constraint(gradients, placement)
+        (sums, gradients, model_state, _), _ = jax.lax.scan(
+            add, (sums, gradients, model_state, fold), micro_batches
+        )
+        return sums, gradients, model_state
+
+    return accumulated
+
+
+def _split(array: jax.Array, num_micro_batches: int, mesh: Mesh) -> jax.Array:
+    # This reshape keeps each device's rows on the device; reshape(k, B // k, ...) would cost an all-to-all.
+    rows = array.reshape(array.shape[0] // num_micro_batches, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
+    return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
+
+
+def _weighted(name: str, value: Any, weight: jax.Array) -> WeightedLoss:
+    if isinstance(value, WeightedLoss):
+        return WeightedLoss(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.weight, jnp.float32))
+    array = jnp.asarray(value)
+    if array.ndim:
+        raise ModelError(
+            f"{name} has shape {array.shape}: return a scalar (a mean over the batch) or jzero.WeightedLoss(total, weight)."
+        )
+    return WeightedLoss(array.astype(jnp.float32) * weight, weight)
+
+
+def _mean(sums: WeightedLoss) -> jax.Array:
+    return jnp.where(sums.weight > 0, sums.total / jnp.where(sums.weight > 0, sums.weight, 1.0), 0.0)

@@ -1,0 +1,206 @@
+"""Step folders on disk: which of them are complete and intact, and what is in them. Knows neither JAX nor Orbax.
+
+    <directory>/JZERO_CHECKPOINTS    says that the directory is ours
+    <directory>/<step>/              one folder a step; its data files are the writer's business
+    <directory>/<step>/jzero.json    its manifest, with the size and CRC-32 of every data file
+
+A step is written as `<step>.saving`, gets its manifest last (`seal`) and is then renamed. So a killed process leaves
+no half step behind, and whatever befalls a step later, a missing, truncated or altered file, shows in the manifest.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jzero.errors import CheckpointError
+
+FORMAT = 1
+MARKER = "JZERO_CHECKPOINTS"
+MANIFEST = "jzero.json"
+SAVING, DELETING = ".saving", ".deleting"
+_ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
+_CHUNK_BYTES = 1 << 24
+
+
+class BrokenStepError(Exception):
+    """A step folder that is incomplete or damaged; the message says where and what."""
+
+
+@dataclass(frozen=True)
+class ArrayEntry:
+    """shape: the true shape. dtype: its name. key_impl: the generator's name if these are typed PRNG keys."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    key_impl: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a step holds. files: {path within the folder: (bytes, CRC-32)}, filled in by `seal`."""
+
+    step: int
+    eval_loss: float | None
+    arrays: dict[str, ArrayEntry]
+    record: dict[str, Any]
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def claim(directory: Path) -> None:
+    """Makes the directory and marks it as ours; CheckpointError if it cannot be written or holds other checkpoints."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _assert_not_foreign(directory)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        (directory / MARKER).write_text("Checkpoints written by jzero, one folder a step.\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint directory {directory} cannot be used: {error.strerror} ({error.filename}). "
+            "Give a directory that can be made and written."
+        ) from error
+
+
+def _assert_not_foreign(directory: Path) -> None:
+    names = {path.name for path in directory.iterdir()}
+    if MARKER in names:
+        return
+    if MANIFEST in names:
+        raise CheckpointError(
+            f"{directory} is a single step of a checkpoint directory; give its parent {directory.parent}"
+        )
+    if foreign := sorted(name for name in names if _is_step(name) or name in _ORBAX_FILES):
+        raise CheckpointError(
+            f"{directory} holds checkpoints that jzero did not write ({listing(foreign)}). Give another directory."
+        )
+
+
+def _is_step(name: str) -> bool:
+    return re.fullmatch(r"0|[1-9][0-9]*", name) is not None
+
+
+def step_numbers(directory: Path) -> list[int]:
+    """The numbers of all step folders, broken ones too, in order."""
+    return sorted(int(path.name) for path in directory.glob("[0-9]*") if _is_step(path.name))
+
+
+def complete_steps(directory: Path) -> dict[int, Manifest]:
+    """The manifests of the steps whose files are all there with the right sizes, in order. Reads no data."""
+    complete = {}
+    for step in step_numbers(directory):
+        try:
+            complete[step] = read_manifest(directory, step)
+        except BrokenStepError:
+            continue
+    return complete
+
+
+def read_manifest(directory: Path, step: int) -> Manifest:
+    """The manifest of a complete step; BrokenStepError if there is no such step or files are missing or cut."""
+    folder = directory / str(step)
+    where = f"step {step} of {directory}"
+    if not folder.exists():
+        raise BrokenStepError(f"{where} is not there")
+    try:
+        wrapper = json.loads((folder / MANIFEST).read_text())
+        manifest, checksum, version = wrapper["manifest"], wrapper["crc32"], wrapper["format"]
+    except FileNotFoundError:
+        raise BrokenStepError(f"{where} is incomplete: it has no {MANIFEST}") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BrokenStepError(f"{where} is damaged: {MANIFEST} cannot be read ({error})") from error
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{where} has format {version}; this jzero reads format {FORMAT}: use the one that wrote it"
+        )
+    if zlib.crc32(json.dumps(manifest).encode()) != checksum:
+        raise BrokenStepError(f"{where} is damaged: {MANIFEST} was altered")
+    if manifest["step"] != step:
+        raise BrokenStepError(f"{where} was renamed: its {MANIFEST} is that of step {manifest['step']}")
+    for name, (size, _) in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise BrokenStepError(f"{where} is incomplete: {name} is missing")
+        if path.stat().st_size != size:
+            raise BrokenStepError(
+                f"{where} is damaged: {name} has {path.stat().st_size} bytes instead of {size}"
+            )
+    entries = {
+        name: ArrayEntry(tuple(entry["shape"]), entry["dtype"], entry["key_impl"])
+        for name, entry in manifest["arrays"].items()
+    }
+    return Manifest(**manifest | {"arrays": entries})
+
+
+def assert_intact(directory: Path, manifest: Manifest) -> None:
+    """Reads every data file of a step; BrokenStepError if one was altered."""
+    files = _read_files(directory / str(manifest.step))
+    for name, (_, checksum) in manifest.files.items():
+        if name not in files or files[name][1] != checksum:
+            raise BrokenStepError(
+                f"step {manifest.step} of {directory} is damaged: {name} was altered (checksum differs)"
+            )
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest, with the checksums of the files now in `folder`: nothing may be written there afterwards."""
+    body = json.dumps(asdict(replace(manifest, files=_read_files(folder))))
+    with (folder / MANIFEST).open("w") as file:
+        file.write(f'{{"format": {FORMAT}, "crc32": {zlib.crc32(body.encode())}, "manifest": {body}}}\n')
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_files(folder: Path) -> dict[str, tuple[int, int]]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    with ThreadPoolExecutor() as pool:  # zlib lets go of the GIL
+        return {
+            str(path.relative_to(folder)): found
+            for path, found in zip(paths, pool.map(_read_file, paths), strict=True)
+        }
+
+
+def _read_file(path: Path) -> tuple[int, int]:
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return size, checksum
+
+
+def delete(folder: Path) -> None:
+    """Deletes a folder; renamed first, so that an interrupted deletion leaves no step with half its files."""
+    doomed = folder.with_name(folder.name + DELETING)
+    folder.rename(doomed)
+    if doomed.is_dir():
+        shutil.rmtree(doomed)
+    else:
+        doomed.unlink()
+
+
+def delete_leftovers(directory: Path) -> None:
+    """Deletes what interrupted saves and deletions left; steps stay, broken ones too."""
+    for suffix in (SAVING, DELETING):
+        for path in directory.glob(f"[0-9]*{suffix}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def retained(eval_losses: Mapping[int, float | None], keep_last: int, keep_best: int) -> set[int]:
+    """Of {step: eval loss}, the steps to keep: the `keep_last` highest numbers and the `keep_best` lowest losses
+    (of equal ones the later). Steps without a loss are never best; the newest always stays."""
+    newest = sorted(eval_losses)[-max(keep_last, 1) :]
+    by_loss = sorted((loss, -step) for step, loss in eval_losses.items() if loss is not None)
+    return {*newest, *(-step for _, step in by_loss[:keep_best])}
+
+
+def listing(items: Sequence[object], separator: str = ", ", most: int = 12) -> str:
+    """The first items in one string; of the rest only how many they are."""
+    more = [f"and {len(items) - most} more"] if len(items) > most else []
+    return separator.join([*map(str, items[:most]), *more])

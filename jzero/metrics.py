@@ -1,0 +1,191 @@
+"""Where a run's numbers go, and how fast it runs.
+
+A row is a mapping from names to scalars and always has `step`, the number of optimizer steps done
+(1-based). Training rows carry `loss`, `grad_norm`, `tokens_per_second` and whatever else the step reports;
+evaluation rows carry `eval_loss`. A sink takes finished rows; `MetricWriter` finishes them without making
+the device wait.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jzero.errors import DataError
+from jzero.rundir import replace_file
+
+Row = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Takes rows of host scalars in the order of their steps."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """Appends one JSON object a line and hands each to the operating system at once: a killed process loses
+    none.
+
+    Floats are written in Python's shortest exact form, so they read back bit-equal. What is not finite is
+    written NaN, Infinity or -Infinity: `json.loads` reads these, other readers of JSON may not. Rows of
+    steps after `start_step`, the step the run continues from, are taken back first (see `take_back`).
+    """
+
+    def __init__(self, path: Path, start_step: int = 0):
+        take_back(path, start_step)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, row: Row) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Writes each number of a row under its own name. A killed process may lose its last seconds here.
+
+    Of an earlier process's events in the same directory TensorBoard hides those after `start_step`.
+    """
+
+    def __init__(self, directory: Path, start_step: int = 0):
+        from tensorboardX import SummaryWriter  # brings protobuf along: only for those who ask for it
+
+        # It warns of each non-finite number. Those are in the rows, and the trainer speaks of them.
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
+        # Event files are named by the second; the suffix keeps two short runs from sharing one.
+        self._writer = SummaryWriter(
+            str(directory), purge_step=start_step + 1, filename_suffix=f".{start_step}", flush_secs=5
+        )
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def take_back(path: Path, step: int) -> None:
+    """Drops the rows of steps after `step` from a file of rows, and a last line that a kill cut short, so
+    that a run resumed from `step` states each step once. Replaces the file in one move; leaves it alone if
+    nothing goes.
+
+    Raises DataError for any other line that is no row.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for number, line in enumerate(lines, 1) if _row_step(path, number, line) <= step]
+    if kept != lines:
+        replace_file(path, b"".join(kept))
+
+
+def _row_step(path: Path, number: int, line: bytes) -> float:
+    """The step of a line; infinity for one without its line end, which is never a whole row."""
+    if not line.endswith(b"\n"):
+        return float("inf")
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        shown = line[:60].decode(errors="replace").rstrip()
+        raise DataError(
+            f"{path}, line {number}: {shown!r} is no row of metrics (a JSON object with a step); "
+            "mend or delete the line, then resume"
+        ) from error
+
+
+class Throughput:
+    """Tokens per second of wall time between finished steps.
+
+    The first step only starts the clock, since it compiles. `restart` after anything that is not training
+    leaves the time until then out.
+    """
+
+    def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter):
+        self._tokens_per_step = tokens_per_step
+        self._clock = clock
+        self._since: float | None = None
+        self._tokens = 0
+        self._seconds = 0.0
+
+    def step_finished(self) -> float | None:
+        """Tokens per second since the step before; None where there is none to measure from."""
+        now = self._clock()
+        since, self._since = self._since, now
+        if since is None or now <= since:
+            return None
+        self._tokens += self._tokens_per_step
+        self._seconds += now - since
+        return self._tokens_per_step / (now - since)
+
+    def restart(self) -> None:
+        if self._since is not None:
+            self._since = self._clock()
+
+    @property
+    def mean(self) -> float | None:
+        """Tokens per second over all measured steps; None if there are none."""
+        return self._tokens / self._seconds if self._seconds else None
+
+
+class MetricWriter:
+    """Hands rows to the sinks in order, training rows one step late.
+
+    Reading a device scalar waits for its step. So `write_step` holds the new row back and finishes the one
+    before it, while the device already works on the new step. `flush` finishes the held row; call it before
+    anything that relies on it being written (a checkpoint of that step, an evaluation). `close` flushes
+    too.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], throughput: Throughput):
+        self._sinks = sinks
+        self._throughput = throughput
+        self._held: Row | None = None
+
+    def write_step(self, step: int, metrics: Mapping[str, jax.Array]) -> Row | None:
+        """Takes the device scalars of `step`; returns the finished row of the step before, if it was held."""
+        held, self._held = self._held, {"step": step, **metrics}
+        return self._finish(held)
+
+    def flush(self) -> Row | None:
+        """Waits for the held step; returns its finished row, None if none was held."""
+        held, self._held = self._held, None
+        return self._finish(held)
+
+    def write(self, row: Row) -> None:
+        """Passes on a row of host scalars, after the one that is held."""
+        self._finish(self._held)
+        self._held = None
+        self._pass_on(row)
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # every sink is closed, whichever step of this fails
+            for sink in self._sinks:
+                stack.callback(sink.close)
+            self.flush()
+
+    def _finish(self, held: Row | None) -> Row | None:
+        if held is None:
+            return None
+        # In lists, since JAX would sort a dict by its keys.
+        values = jax.device_get(list(held.values()))
+        row = {name: np.asarray(value).item() for name, value in zip(held, values, strict=True)}
+        row["tokens_per_second"] = self._throughput.step_finished()
+        self._pass_on(row)
+        return row
+
+    def _pass_on(self, row: Row) -> None:
+        for sink in self._sinks:
+            sink.write(row)

@@ -1,0 +1,145 @@
+"""A run directory: what lies where, whose run it is, and from which step that run goes on."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jzero.config import Config, dump_config, load_config, make_config
+from jzero.errors import CheckpointError, ConfigError
+from jzero.manifest import complete_steps, listing, step_numbers
+
+# A run is its model, data, optimizer, precision and seed, less the settings that only say how it is computed.
+# Placement, batch size and length may change from one start to the next.
+IDENTITY_SECTIONS = ("model", "data", "optimizer", "precision")
+NOT_IDENTITY = {
+    "model.remat",
+    "model.attention",
+    "data.cache_dir",
+    "data.num_workers",
+    "data.prefetch_batches",
+    "precision.preset",
+}
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Names the files of a run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / str(step)
+
+
+def open_run_directory(run_dir: str) -> RunDirectory:
+    """Makes the directory where it is missing. Raises ConfigError if it cannot be made or written to."""
+    path = Path(run_dir).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"train.run_dir={run_dir!r} cannot be a directory: {error}; name another"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"train.run_dir={run_dir!r} cannot be written to; change its permissions or name another"
+        )
+    return RunDirectory(path)
+
+
+def write_config(directory: RunDirectory, config: Config) -> None:
+    """Writes the resolved config, as it is from this start on."""
+    replace_file(directory.config, dump_config(config).encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader, or a kill at any moment, sees the old content or the new one whole."""
+    written = path.with_name(path.name + ".tmp")
+    with open(written, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(written, path)
+
+
+def find_start(config: Config, directory: RunDirectory) -> int | None:
+    """The step of the checkpoint to go on from, None to start anew, by `checkpoint.resume`. Touches nothing.
+
+    Raises CheckpointError where the policy forbids what is there, and for a directory that holds another run.
+    """
+    policy, run_dir = config.checkpoint.resume, config.train.run_dir
+    present, complete = step_numbers(directory.checkpoints), complete_steps(directory.checkpoints)
+    latest = max(complete, default=None)
+    steps = listing(present)
+    if policy == "never" and present:
+        raise CheckpointError(
+            f"checkpoint.resume=never, but train.run_dir={run_dir!r} holds checkpoints (steps {steps}); "
+            "name another train.run_dir, or set checkpoint.resume=auto to go on from the last"
+        )
+    if present and latest is None:
+        raise CheckpointError(
+            f"train.run_dir={run_dir!r} holds only damaged checkpoints (steps {steps}); bring one back, "
+            f"or delete {directory.checkpoints} to start anew"
+        )
+    if policy == "must" and latest is None:
+        raise CheckpointError(
+            f"checkpoint.resume=must, but train.run_dir={run_dir!r} holds no complete checkpoint; "
+            "name the run's directory, or set checkpoint.resume=auto to start where there is none"
+        )
+    earlier = _earlier_config(directory, None if latest is None else complete[latest].record)
+    differences = [] if earlier is None else find_differences(earlier, config)
+    if differences:
+        raise CheckpointError(
+            f"train.run_dir={run_dir!r} holds another run; name another directory, or undo what differs:\n"
+            + "\n".join(f"  {line}" for line in differences)
+        )
+    return latest
+
+
+def find_differences(earlier: Config, now: Config) -> list[str]:
+    """One line for each setting that makes `now` another run than `earlier`; none if it is the same run."""
+    before, after = _identity(earlier), _identity(now)
+    return [
+        f"{name}: {before[name]!r} in the directory, {after[name]!r} now"
+        for name in after
+        if before[name] != after[name]
+    ]
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    sections = config.model_dump(mode="json")
+    fields = {f"{s}.{name}": value for s in IDENTITY_SECTIONS for name, value in sections[s].items()}
+    identity = {name: value for name, value in fields.items() if name not in NOT_IDENTITY}
+    return identity | {"train.seed": config.train.seed}
+
+
+def _earlier_config(directory: RunDirectory, record: dict[str, Any] | None) -> Config | None:
+    """What the directory's run was started with: by its checkpoint, or by its config.yaml before there is
+    one.
+    """
+    try:
+        if record is not None:
+            return make_config(record["config"])
+        return load_config(directory.config) if directory.config.exists() else None
+    except (ConfigError, KeyError) as error:
+        raise CheckpointError(
+            f"train.run_dir={str(directory.path)!r} holds a run whose settings cannot be read here "
+            f"(another version of jzero wrote them?); name another train.run_dir: {error}"
+        ) from error

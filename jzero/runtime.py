@@ -1,0 +1,81 @@
+"""The platform, fake devices and XLA flags: settled before the first JAX call, or refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from jzero.config import HOST_DEVICE_COUNT_FLAG, RuntimeConfig
+from jzero.errors import ConfigError
+
+# What JAX_PLATFORMS calls each platform; the first name is the one set.
+_JAX_NAMES = {"cpu": ("cpu",), "gpu": ("cuda", "rocm", "gpu"), "tpu": ("tpu",)}
+
+
+def start(runtime: RuntimeConfig) -> None:
+    """Puts the runtime's settings in force, through JAX_PLATFORMS and XLA_FLAGS. Call it before using JAX.
+
+    `platform: auto` leaves the choice to JAX, except with `fake_devices`: those only the CPU has, so it means
+    cpu. Flags that XLA_FLAGS names already, the device count among them, win over the config's. Raises
+    ConfigError where JAX_PLATFORMS contradicts the config, and where JAX has started its devices without the
+    settings.
+    """
+    platform = "cpu" if runtime.platform == "auto" and runtime.fake_devices else runtime.platform
+    wanted = [f"{HOST_DEVICE_COUNT_FLAG}={runtime.fake_devices}"] if runtime.fake_devices else []
+    named = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    missing = [flag for flag in [*wanted, *runtime.xla_flags] if flag.partition("=")[0] not in named]
+    if _jax_has_started():
+        _check_in_force(runtime, platform, missing)
+        return
+    if platform != "auto":
+        _choose_platform(runtime, platform)
+    if missing:
+        os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *missing])
+
+
+def _jax_has_started() -> bool:
+    """Whether JAX has made its devices, after which it reads none of these settings any more."""
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return False
+    # JAX has no public way to ask. This setting may change before the start only; after it, update raises.
+    count = jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", count + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
+
+
+def _check_in_force(runtime: RuntimeConfig, platform: str, missing: list[str]) -> None:
+    import jax
+
+    late = "JAX has started already; call jzero.runtime.start before any use of JAX, or drop the field"
+    if platform not in ("auto", jax.default_backend()):
+        field = f"runtime.platform = {runtime.platform}"
+        if runtime.platform == "auto":
+            field = f"runtime.fake_devices = {runtime.fake_devices}: needs the CPU"
+        raise ConfigError(f"{field}, but JAX runs on {jax.default_backend()}: {late}")
+    for flag in missing:
+        name, _, value = flag.partition("=")
+        if name != HOST_DEVICE_COUNT_FLAG:
+            raise ConfigError(f"runtime.xla_flags = [{flag}]: not in XLA_FLAGS, and {late}")
+        if jax.local_device_count() != int(value):
+            count = f"runtime.fake_devices = {value}, but there are {jax.local_device_count()} CPU devices"
+            raise ConfigError(f"{count}: {late}")
+
+
+def _choose_platform(runtime: RuntimeConfig, platform: str) -> None:
+    """JAX reads JAX_PLATFORMS when it is imported, jax.config.jax_platforms when it starts."""
+    jax = sys.modules.get("jax")
+    chosen = jax.config.jax_platforms if jax else os.environ.get("JAX_PLATFORMS")
+    names = _JAX_NAMES[platform]
+    if chosen and chosen.split(",")[0] not in names:
+        asked = f"runtime.platform = {runtime.platform}"
+        asked += f" with runtime.fake_devices = {runtime.fake_devices}" if runtime.fake_devices else ""
+        raise ConfigError(f"{asked}: JAX_PLATFORMS = {chosen} contradicts it; unset one of the two")
+    if not chosen:
+        os.environ["JAX_PLATFORMS"] = names[0]
+        if jax:
+            jax.config.update("jax_platforms", names[0])

@@ -1,0 +1,129 @@
+"""The training state: what it holds, how it starts in place, what its arrays are called."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jzero.errors import PlanError
+from jzero.model_api import Model
+from jzero.plan import LeafPlan, Plan, map_leaves
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step changes. Arrays have stored shapes (padded where a split dim does not divide).
+
+    step: int32, optimizer steps done, skipped ones included. params: at rest. master: wider copies the optimizer works
+    on, empty where it works on params. model_state: BatchNorm statistics, random keys and the like. skipped: int32, steps
+    that changed nothing. skipped_in_a_row: int32, how many of the last steps were skipped for non-finite values.
+    """
+
+    step: Any
+    params: dict[str, Any]
+    master: dict[str, Any]
+    opt_state: Any
+    model_state: dict[str, Any]
+    skipped: Any
+    skipped_in_a_row: Any
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """What the optimizer updates: master weights where there are any, else the parameters."""
+        return self.master or self.params
+
+
+def plan_tree(plan: Plan) -> TrainState:
+    """A TrainState whose leaves are LeafPlans."""
+    counter = LeafPlan("", (), (), jnp.dtype(jnp.int32), (), None, (), "whole: scalar")
+    return TrainState(
+        counter,
+        dict(plan.params),
+        dict(plan.master),
+        plan.optimizer,
+        dict(plan.model_state),
+        counter,
+        counter,
+    )
+
+
+def shardings(plan: Plan, mesh: Mesh) -> TrainState:
+    """A TrainState of NamedShardings, for jit."""
+    return map_leaves(lambda leaf: NamedSharding(mesh, leaf.spec), plan_tree(plan))
+
+
+def init_state(
+    model: Model, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh, seed: int
+) -> TrainState:
+    """The state of a seed, made in place: each device computes its own shards, and the values do not depend on them."""
+    placement = shardings(plan, mesh)
+    weight_plans = plan.master or plan.params
+
+    def create(key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
+        params, model_state = model.init(key)
+        return {p: leaf.pad(params[p].astype(leaf.dtype)) for p, leaf in weight_plans.items()}, model_state
+
+    def finish(weights: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        params = {path: weights[path].astype(leaf.dtype) for path, leaf in plan.params.items()}
+        opt_state = optimizer.init({path: leaf.cut(weights[path]) for path, leaf in weight_plans.items()})
+        return params if plan.master else {}, map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
+
+    out = (placement.weights, placement.model_state)
+    if model.values is None:
+        weights, model_state = jax.jit(create, out_shardings=out)(jax.random.key(seed))
+    else:
+        params, values = model.values
+        host = {p: leaf.pad(params[p].astype(leaf.dtype)) for p, leaf in weight_plans.items()}
+        # device_put may alias host memory, and the state is donated to every step: copy.
+        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=out)
+        weights, model_state = copy(jax.device_put((host, values), out))
+    params, opt_state = jax.jit(finish, out_shardings=(placement.params if plan.master else {}, placement.opt_state))(
+        weights
+    )
+    return TrainState(
+        step=_counter(placement),
+        params=params if plan.master else weights,
+        master=weights if plan.master else {},
+        opt_state=opt_state,
+        model_state=model_state,
+        skipped=_counter(placement),
+        skipped_in_a_row=_counter(placement),
+    )
+
+
+def assert_placement(state: TrainState, plan: Plan) -> None:
+    """Raise PlanError unless every array of the state has the planned shape, dtype and bytes on each device."""
+    faults = []
+    for (name, leaf), array in zip(named(plan_tree(plan)).items(), named(state).values(), strict=True):
+        if (array.shape, array.dtype) != (leaf.stored_shape, leaf.dtype):
+            faults.append(f"{name}: {array.dtype}{array.shape}, planned {leaf.dtype}{leaf.stored_shape}")
+        elif not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            placed = max(shard.data.nbytes for shard in array.addressable_shards)
+            if placed != leaf.bytes_per_device(plan.axis_sizes):
+                faults.append(
+                    f"{name}: {placed} bytes on a device, planned {leaf.bytes_per_device(plan.axis_sizes)} ({leaf.spec})"
+                )
+    if faults:
+        raise PlanError("the state does not lie where the plan says:\n  " + "\n  ".join(faults[:12]))
+
+
+def named(state: TrainState) -> dict[str, Any]:
+    """The leaves of a state (or of a TrainState of LeafPlans) by name, stable across stages, meshes and device counts."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, LeafPlan))
+    return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
+
+
+def from_named(plan: Plan, arrays: Mapping[str, Any]) -> TrainState:
+    """The inverse of `named`."""
+    tree = plan_tree(plan)
+    structure = jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, LeafPlan))
+    return jax.tree.unflatten(structure, [arrays[name] for name in named(tree)])
+
+
+def _counter(placement: TrainState) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=placement.step)()

@@ -1,0 +1,105 @@
+"""One optimizer step and one evaluation, each a single jitted program."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jzero.grads import make_loss_fn
+from jzero.plan import Plan, map_leaves
+from jzero.state import TrainState, shardings
+
+Metrics = dict[str, jax.Array]
+
+
+def make_train_step(
+    grad_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    elementwise: bool,
+    num_micro_batches: int,
+    clip_norm: float | None,
+    schedule: optax.Schedule | None,
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """step(state, batch) -> (state, metrics), jitted; the given state is donated and must not be used again.
+
+    elementwise: the optimizer moves each element by that element's own history, so it may run on padded shards; any
+    other one is given padded leaves in their true shape. schedule: for the learning_rate metric, of applied steps.
+
+    The gradient is the sum over the batch divided by the summed weight; its norm is taken once over every element, then
+    clipped to clip_norm. A step whose loss or norm is not finite, or whose weight is zero, changes nothing but counters.
+    """
+    placement = shardings(plan, mesh)
+    sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.weights.items()}
+
+    def update(gradients: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
+        if not elementwise:
+            gradients, weights = ({p: leaf.cut(tree[p]) for p, leaf in plan.weights.items()} for tree in (gradients, weights))
+            opt_state = map_leaves(lambda leaf, x: leaf.cut(x), plan.optimizer, opt_state)
+        # optax mixes int32 counts with float32, which a caller's strict promotion would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(gradients, opt_state, weights)
+        weights = optax.apply_updates(weights, updates)
+        if not elementwise:
+            weights = {path: leaf.pad(weights[path]) for path, leaf in plan.weights.items()}
+            opt_state = map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
+        return jax.lax.with_sharding_constraint((weights, opt_state), (sharded, placement.opt_state))
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        sums, gradients, model_state = grad_fn(
+            state.params, state.model_state, batch, state.step * num_micro_batches
+        )
+        weights = jax.lax.with_sharding_constraint(state.weights, sharded)
+        gradients = jax.lax.with_sharding_constraint(gradients, sharded)
+        means = sums.means()
+        norm, gradients = _average_and_clip(gradients, weights, sums.loss.weight, clip_norm)
+        finite = jnp.isfinite(norm) & jnp.isfinite(means["loss"])
+        applied = finite & (sums.loss.weight > 0)
+        new_weights, new_opt_state = update(gradients, state.opt_state, weights)
+
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+
+        new_weights = keep(new_weights, weights)
+        # Cast before the gather that the output's placement asks for: it then carries the parameters' own dtype.
+        params = {path: new_weights[path].astype(leaf.dtype) for path, leaf in plan.params.items()}
+        new_state = TrainState(
+            step=state.step + 1,
+            params=params,
+            master=new_weights if plan.master else {},
+            opt_state=keep(new_opt_state, state.opt_state),
+            model_state=keep(model_state, state.model_state),
+            skipped=jnp.where(applied, state.skipped, state.skipped + 1),
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        )
+        metrics = {**means, "grad_norm": norm, "skipped": new_state.skipped, "skipped_in_a_row": new_state.skipped_in_a_row}
+        if schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
+        return new_state, metrics
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(placement, placement.step))
+
+
+def make_eval_step(model: Any, loss: Any, points: Any) -> Callable[[TrainState, Any], Metrics]:
+    """evaluate(state, batch) -> loss, weight and extra metrics, in evaluation mode; the state is only read."""
+    loss_fn = make_loss_fn(model, loss, points, train=False)
+
+    def evaluate(state: TrainState, batch: Any) -> Metrics:
+        _, (sums, _) = loss_fn(state.params, state.model_state, batch, jnp.zeros((), jnp.int32))
+        return sums.means()
+
+    return jax.jit(evaluate)
+
+
+def _average_and_clip(gradients: Any, weights: Any, weight: jax.Array, clip_norm: float | None) -> tuple[jax.Array, Any]:
+    """The global norm of the mean gradient (float32, before clipping) and the clipped gradient in the weights' dtypes."""
+    scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)
+    mean = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradients)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(mean)))
+    factor = 1.0 if clip_norm is None else clip_norm / jnp.maximum(norm, clip_norm)
+    return norm, jax.tree.map(lambda g, w: (g * factor).astype(w.dtype), mean, weights)

@@ -1,0 +1,291 @@
+"""The training run: wires the parts and runs the loop.
+
+A run can be stopped at any moment, by a signal or by pulling the plug, and started again with the same
+command: the parameters, the data and the rows in metrics.jsonl go on as if nothing had happened.
+"""
+
+import signal
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jzero.checkpoint import Checkpointer
+from jzero.config import Config, plan_batch
+from jzero.data import Data, make_data
+from jzero.display import console_sink, say, summary_table
+from jzero.engine import Engine, initialize
+from jzero.errors import CheckpointError, NonFiniteError
+from jzero.loss import WeightedLoss, cross_entropy
+from jzero.mesh import axis_sizes
+from jzero.metrics import JsonlSink, MetricWriter, Row, Sink, TensorBoardSink, Throughput
+from jzero.models import build_model, generate
+from jzero.report import human_bytes
+from jzero.rundir import RunDirectory, find_start, open_run_directory, write_config
+from jzero.signals import StopSignal, stop_signals
+
+SAMPLE_TEMPERATURE = 0.8  # lively, yet short of noise, for a model of bytes
+
+
+def run_training(config: Config, console: Console | None = None) -> int:
+    """Trains up to `train.num_steps`, going on from the run directory's newest checkpoint if there is one.
+
+    Start the runtime first (`jzero.runtime.start`). Returns the exit code: 0 when the run is complete, now or
+    already; 128 plus its number after SIGINT or SIGTERM, with everything saved.
+
+    Raises UserError, before anything compiles, for what cannot work, and NonFiniteError when
+    `train.max_skipped_steps` steps in a row had no finite loss and gradient.
+    """
+    console = console or Console()
+    directory = open_run_directory(config.train.run_dir)
+    sizes = axis_sizes(config.mesh, jax.device_count())
+    batch = plan_batch(config.train, sizes["replica"] * sizes["data"])
+    latest = find_start(config, directory)
+    if latest is not None and latest >= config.train.num_steps:
+        say(console, f"already complete: {directory.checkpoint(latest)} of {config.train.num_steps} steps")
+        return 0
+    data = make_data(config.data, seed=config.train.seed, batch_size=batch.global_batch_size)
+    model = build_model(config.model, data.tokenizer.vocab_size)
+    engine = initialize(model=model, loss=language_model_loss, optimizer=None, config=config)
+    console.print(engine.report(), soft_wrap=True)
+    say(console, data.description)
+    keep = config.checkpoint
+    checkpointer = Checkpointer(directory.checkpoints, keep.keep_last, keep.keep_best, keep.asynchronous)
+    with closing(checkpointer):
+        trainer = Trainer(config, console, directory, checkpointer, data, engine, batch.global_batch_size)
+        if latest is not None:
+            trainer.restore()
+        return trainer.run()
+
+
+def language_model_loss(model: Any, batch: dict[str, jax.Array]) -> WeightedLoss:
+    """Cross-entropy of each token given those before it; batch["tokens"] is int32 [B, T + 1]."""
+    tokens = batch["tokens"]
+    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+@dataclass
+class Progress:
+    """How far a run is: `step` counts optimizer steps, `next_sample` the windows taken from the data."""
+
+    step: int = 0
+    next_sample: int = 0
+    train_loss: float | None = None
+    last_finite_loss: float | None = None
+    skipped_in_a_row: int = 0
+    eval_loss: float | None = None
+    evaluated_at: int | None = None
+    saved_at: int | None = None
+
+
+@dataclass
+class Trainer:
+    """The parts of a run and how far it is; `run` takes it to its end."""
+
+    config: Config
+    console: Console
+    directory: RunDirectory
+    checkpointer: Checkpointer
+    data: Data
+    engine: Engine
+    batch_size: int
+    progress: Progress = field(default_factory=Progress)
+
+    def restore(self) -> None:
+        """Goes back to the newest complete checkpoint."""
+        restored = self.checkpointer.restore(self.engine.targets())
+        record, progress = restored.record, self.progress
+        if record["data"] != self.data.fingerprint:
+            raise CheckpointError(
+                f"the text that train.run_dir={self.config.train.run_dir!r} was trained on has changed; "
+                "bring the old text back, or name another train.run_dir to start anew with the new one"
+            )
+        self.engine.load(restored.arrays)
+        progress.step = progress.saved_at = restored.step
+        progress.next_sample = record["next_sample"]
+        progress.eval_loss = record["eval_loss"]
+        say(self.console, f"going on from {self.directory.checkpoint(restored.step)}")
+        num_steps, before = self.config.train.num_steps, record["config"]["train"]["num_steps"]
+        optimizer = self.config.optimizer
+        if num_steps != before and optimizer.decay_steps is None and optimizer.schedule != "constant":
+            say(
+                self.console,
+                f"train.num_steps was {before}, is {num_steps}: the learning rate's schedule now ends there; "
+                f"optimizer.decay_steps={before} keeps the old one",
+            )
+
+    def run(self) -> int:
+        """Trains to the last step or a signal and saves; returns the exit code."""
+        progress, num_steps = self.progress, self.config.train.num_steps
+        write_config(self.directory, self.config)
+        say(self.console, f"step {progress.step} of {num_steps} in {self.directory.path}")
+        throughput = Throughput(self.batch_size * self.config.data.sequence_length)
+        with (
+            closing(MetricWriter(self._make_sinks(), throughput)) as writer,
+            closing(self.data.train_batches(progress.next_sample, num_steps - progress.step)) as batches,
+            stop_signals() as stop,
+        ):
+            self._loop(batches, writer, throughput, stop)
+        if stop.number is not None and progress.step < num_steps:
+            name = signal.Signals(stop.number).name
+            saved = self.directory.checkpoint(progress.step)
+            say(
+                self.console,
+                f"{name}: stopped after step {progress.step}, saved {saved}; the same command goes on",
+            )
+            return 128 + stop.number
+        self._summarise(throughput)
+        return 0
+
+    def _loop(
+        self,
+        batches: Iterable[dict[str, np.ndarray]],
+        writer: MetricWriter,
+        throughput: Throughput,
+        stop: StopSignal,
+    ) -> None:
+        progress, train, save_every = self.progress, self.config.train, self.config.checkpoint.save_every
+        save_due = False
+        for batch in batches:
+            metrics = self.engine.step(batch)
+            progress.step += 1
+            progress.next_sample += self.batch_size
+            self._watch(writer.write_step(progress.step, metrics))
+            if _due(progress.step, train.eval_every):
+                self._watch(writer.flush())
+                self._evaluate(writer)
+                throughput.restart()
+            save_due = save_due or _due(progress.step, save_every)
+            if save_due:
+                # The row of a step is on file before its checkpoint is. A skipped step is not saved, the save
+                # waits for the next good one: a run gone wrong must not push out its last good checkpoints.
+                self._watch(writer.flush())
+                if progress.skipped_in_a_row == 0:
+                    self._save()
+                    save_due = False
+            if stop.number is not None:
+                break
+        self._watch(writer.flush())
+        if progress.step == train.num_steps and progress.evaluated_at != progress.step:
+            self._evaluate(writer)
+        if progress.saved_at != progress.step:
+            self._save()  # also after a skipped step, which left the parameters as they were
+        self.checkpointer.wait()
+
+    def _watch(self, row: Row | None) -> None:
+        """Looks at a finished training row: says when skipping begins, raises when it does not end."""
+        if row is None:
+            return
+        progress, limit = self.progress, self.config.train.max_skipped_steps
+        progress.train_loss, progress.skipped_in_a_row = row["loss"], row["skipped_in_a_row"]
+        if progress.skipped_in_a_row == 0:
+            progress.last_finite_loss = row["loss"]
+        elif progress.skipped_in_a_row == 1:
+            say(
+                self.console,
+                f"step {row['step']} skipped: loss or gradients are not finite (loss {row['loss']})",
+            )
+        if progress.skipped_in_a_row >= limit:
+            raise NonFiniteError(self._non_finite_message(row["step"]))
+
+    def _non_finite_message(self, step: int) -> str:
+        self.checkpointer.wait()
+        progress, latest = self.progress, self.checkpointer.latest_step()
+        saved = "none" if latest is None else self.directory.checkpoint(latest)
+        finite = "none since this start" if progress.last_finite_loss is None else progress.last_finite_loss
+        return (
+            f"step {step} is the last of {progress.skipped_in_a_row} in a row whose loss or gradients are "
+            f"not finite (train.max_skipped_steps={self.config.train.max_skipped_steps}).\n"
+            f"Last finite loss: {finite}. Last good checkpoint: {saved}.\n"
+            "Lower optimizer.learning_rate, or look at the data from there on."
+        )
+
+    def _evaluate(self, writer: MetricWriter) -> None:
+        batches = self.data.validation_batches(self.config.train.eval_batches)
+        results = jax.device_get([self.engine.evaluate(batch) for batch in batches])
+        weight = sum(float(result["weight"]) for result in results)
+        total = sum(float(result["loss"]) * float(result["weight"]) for result in results)
+        progress = self.progress
+        progress.eval_loss, progress.evaluated_at = total / weight, progress.step
+        writer.write({"step": progress.step, "eval_loss": progress.eval_loss})
+
+    def _save(self) -> None:
+        progress = self.progress
+        evaluated = progress.evaluated_at == progress.step
+        record = {
+            "step": progress.step,
+            "next_sample": progress.next_sample,
+            "data": self.data.fingerprint,
+            "eval_loss": progress.eval_loss,
+            "config": self.config.model_dump(mode="json"),
+            "versions": {name: _version(name) for name in ("jax", "flax", "optax", "jzero")},
+        }
+        self.checkpointer.save(
+            progress.step,
+            self.engine.arrays(),
+            self.engine.shapes(),
+            record,
+            eval_loss=progress.eval_loss if evaluated else None,
+        )
+        progress.saved_at = progress.step
+
+    def _make_sinks(self) -> list[Sink]:
+        log, start = self.config.log, self.progress.step
+        sinks: list[Sink] = [JsonlSink(self.directory.metrics, start)]
+        if log.tensorboard:
+            sinks.append(TensorBoardSink(self.directory.tensorboard, start))
+        num_steps = self.config.train.num_steps
+        return [*sinks, console_sink(self.console, start_step=start, num_steps=num_steps, every=log.every)]
+
+    def _summarise(self, throughput: Throughput) -> None:
+        progress, placed = self.progress, self.engine.plan.bytes_per_device()
+        rows = {
+            "steps": str(progress.step),
+            "final train loss": _number(progress.train_loss),
+            "validation loss": _number(progress.eval_loss),
+            "unigram baseline": f"{self.data.unigram_loss:.4f} on the same text",
+            "bytes per device": ", ".join(f"{tree} {human_bytes(size)}" for tree, size in placed.items()),
+            "tokens per second": None if throughput.mean is None else f"{throughput.mean:,.0f}",
+            "checkpoint": str(self.directory.checkpoint(progress.step)),
+            "sample": self._sample(),
+        }
+        self.console.print(summary_table(rows))
+
+    def _sample(self) -> str | None:
+        train, tokenizer = self.config.train, self.data.tokenizer
+        if train.sample_tokens == 0:
+            return None
+
+        def continue_text(model: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+            return generate(
+                model,
+                tokens,
+                key,
+                num_tokens=train.sample_tokens,
+                sequence_length=self.config.data.sequence_length,
+                temperature=SAMPLE_TEMPERATURE,
+            )
+
+        prompt = tokenizer.encode(train.sample_prompt) if train.sample_prompt else [tokenizer.end_of_document]
+        tokens = self.engine.apply(continue_text, np.array([prompt], np.int32), jax.random.key(train.seed))
+        return tokenizer.decode(np.asarray(tokens)[0])
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4f}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return None

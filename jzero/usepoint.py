@@ -1,0 +1,213 @@
+"""What happens when a model reads a parameter: cast to the compute dtype, gather, cut padding off; in the backward pass
+pad, reduce, scatter.
+
+A model reads its parameters through `Gathered`, a pytree node that holds the stored array and gathers it at the moment
+of reading. So the gather stands where the model's code stands: inside the scanned layer, inside the rematerialised
+block. Measured on jax 0.10.2 and 0.12 (NNX variables): a value hook alone misses `w.T`, `w.reshape`, `w.sum` and others,
+which then see the stored array, silently wrong under padding; the node serves every kind of read.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.errors import PlanError
+from jzero.jaxprs import equations
+from jzero.plan import Plan, stored_dtype
+
+
+@dataclass(frozen=True)
+class UsePoint:
+    """How one parameter is read: shapes with stack dims, placement stored (whole model axes only) and of its gradient."""
+
+    path: str
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    dim: int | None
+    stored_dtype: Any
+    compute_dtype: Any
+    whole: PartitionSpec
+    gradient: PartitionSpec
+    mesh: Mesh
+
+    def read(self, stored: jax.Array) -> jax.Array:
+        """The parameter in its true shape and compute dtype.
+
+        stored may lack leading dims of the stored shape: a scan or vmap over a layer stack has taken them.
+        """
+        dropped = len(self.shape) - stored.ndim
+        if self.dim is not None and self.dim < dropped:
+            raise PlanError(
+                f"{self.path}: dim {self.dim} of {self.shape} is split over devices, but the model loops over it layer by "
+                "layer, so every device would gather the whole stack. Give jzero the function that builds the model "
+                "(stacks made by nnx.vmap are then recognised) instead of the built model."
+            )
+        return _gather(self, dropped, stored)
+
+    def _sharding(self, spec: PartitionSpec, dropped: int) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*spec[dropped:]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(use: UsePoint, dropped: int, stored: jax.Array) -> jax.Array:
+    # Cast before the gather: the wire then carries the compute dtype.
+    array = jax.lax.with_sharding_constraint(
+        stored.astype(use.compute_dtype), use._sharding(use.whole, dropped)
+    )
+    # Gather first, cut afterwards: a cut of the sharded array could not be even.
+    return jax.lax.slice(array, (0,) * array.ndim, use.shape[dropped:]) if use.shape != use.stored_shape else array
+
+
+def _gather_forward(use: UsePoint, dropped: int, stored: jax.Array) -> tuple[jax.Array, None]:
+    return _gather(use, dropped, stored), None
+
+
+def _gather_backward(use: UsePoint, dropped: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    pad = [(0, s - n) for n, s in zip(use.shape[dropped:], use.stored_shape[dropped:], strict=True)]
+    if use.shape != use.stored_shape:
+        cotangent = jnp.pad(cotangent, pad)
+    # Whole and then shard. With the second alone, XLA gathers every device's activations to compute its own
+    # slice of an embedding's gradient (measured on GPU and TPU programs).
+    for spec in (use.whole, use.gradient):
+        cotangent = jax.lax.with_sharding_constraint(cotangent, use._sharding(spec, dropped))
+    return (cotangent.astype(use.stored_dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def use_points(plan: Plan, mesh: Mesh, compute_dtype: str) -> dict[str, UsePoint]:
+    """The use point of every parameter of a plan."""
+    return {
+        path: UsePoint(
+            path,
+            leaf.shape,
+            leaf.stored_shape,
+            leaf.dim,
+            leaf.dtype,
+            stored_dtype(leaf.dtype, compute_dtype),
+            _full(leaf.whole.spec, len(leaf.shape)),
+            _full(plan.gradients[path].spec, len(leaf.shape)),
+            mesh,
+        )
+        for path, leaf in plan.params.items()
+    }
+
+
+def _full(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
+
+
+@jax.tree_util.register_pytree_node_class
+class Gathered:
+    """A stored parameter that gathers itself when read, in place of the array. Never gathers for shape, ndim or dtype."""
+
+    __slots__ = ("stored", "use")
+
+    def __init__(self, stored: Any, use: UsePoint):
+        self.stored, self.use = stored, use
+
+    def tree_flatten(self) -> tuple[tuple[Any], UsePoint]:
+        return (self.stored,), self.use
+
+    @classmethod
+    def tree_unflatten(cls, use: UsePoint, children: tuple[Any]) -> "Gathered":
+        return cls(children[0], use)
+
+    def read(self) -> jax.Array:
+        return self.use.read(self.stored)
+
+    __jax_array__ = read
+
+    @property
+    def ndim(self) -> int:
+        return jnp.ndim(self.stored)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.use.shape[len(self.use.shape) - self.ndim :]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.use.compute_dtype
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.read()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        # Dunder names are looked up by protocols (copy, pickle, numpy) that must not gather.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.read(), name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.read())
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    function = getattr(operator, f"__{name}__")
+
+    def apply(self: Gathered, *others: Any) -> Any:
+        return function(self.read(), *(o.read() if isinstance(o, Gathered) else o for o in others))
+
+    return apply
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    function = getattr(operator, f"__{name}__")
+    return lambda self, other: function(other, self.read())
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
+    setattr(Gathered, f"__{_name}__", _operator(_name))
+    setattr(Gathered, f"__r{_name}__", _reflected(_name))
+for _name in ("neg", "pos", "abs", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Gathered, f"__{_name}__", _operator(_name))
+
+
+_MOVES = frozenset({"slice", "transpose", "reshape", "squeeze", "convert_element_type", "copy", "name"})
+
+
+def residual_policy(points: Mapping[str, UsePoint]) -> Callable[..., bool]:
+    """A rematerialisation policy that saves everything a plain backward pass saves, except gathered weights.
+
+    A gathered weight kept for the backward pass undoes stage 3. Refusing its name alone is not enough (its producer is
+    saved instead), so the gather's constraint is refused, and with it every cheap move (cut, transpose, reshape, cast)
+    of an array as large as a split weight.
+    """
+    sizes = {
+        math.prod(shape[stack:])
+        for use in points.values()
+        if use.dim is not None
+        for shape in (use.shape, use.stored_shape)
+        for stack in range(use.dim + 1)
+    }
+
+    def saveable(primitive: Any, *avals: Any, **_: Any) -> bool:
+        if primitive.name == "sharding_constraint":
+            return False
+        return not (primitive.name in _MOVES and any(getattr(a, "size", 0) in sizes for a in avals))
+
+    return saveable
+
+
+def rematerialises(fn: Callable[..., Any], *args: Any) -> bool:
+    """Whether fn holds a rematerialised block of its own. Its gathers are then freed already, and residual_policy would
+    overrule it: JAX applies the outermost policy inside inner blocks too (measured: every activation saved)."""
+    # The primitive goes by other names in other versions of JAX; ask for it.
+    remat = jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0).eqns[0].primitive
+    return any(equation.primitive is remat for equation in equations(jax.make_jaxpr(fn)(*args).jaxpr))
