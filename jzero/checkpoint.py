@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,7 @@ class Checkpointer:
 
     def __init__(self, directory: str | os.PathLike[str], keep_last: int, keep_best: int, asynchronous: bool):
         if keep_last < 1 or keep_best < 0:
-            raise CheckpointError(
-                f"keep_last={keep_last} must be at least 1, keep_best={keep_best} at least 0"
-            )
+            raise CheckpointError(f"keep_last={keep_last} must be at least 1, keep_best={keep_best} at least 0")
         self.directory = Path(directory).absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
@@ -233,19 +231,12 @@ class Checkpointer:
                 args=ocp.args.PyTreeRestore(item=dict.fromkeys(requests, 0), restore_args=requests),
             )
         except Exception as error:
-            raise CheckpointError(
-                f"step {manifest.step} of {self.directory} could not be read: {error}"
-            ) from error
+            raise CheckpointError(f"step {manifest.step} of {self.directory} could not be read: {error}") from error
         for name in empty:
             arrays[name] = jnp.zeros(plain[name].stored_shape, plain[name].dtype, device=plain[name].sharding)
-        padded = {
-            name: arrays.pop(name) for name, target in plain.items() if target.stored_shape != target.shape
-        }
+        padded = {name: arrays.pop(name) for name, target in plain.items() if target.stored_shape != target.shape}
         # On CPUs Orbax may hand several devices one and the same host buffer; the caller donates, so each gets its own.
-        owned = {
-            name: jax.device_put(arrays.pop(name), plain[name].sharding, may_alias=False)
-            for name in list(arrays)
-        }
+        owned = {name: jax.device_put(arrays.pop(name), plain[name].sharding, may_alias=False) for name in list(arrays)}
         owned |= _zero_beyond(padded, {name: plain[name] for name in padded})
         return {name: _typed(owned[name], manifest.arrays[name], target) for name, target in targets.items()}
 
@@ -270,9 +261,7 @@ class Checkpointer:
         )
 
 
-def _describe(
-    arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, ArrayEntry]:
+def _describe(arrays: Mapping[str, jax.Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ArrayEntry]:
     if odd := sorted(arrays.keys() ^ shapes.keys()):
         raise CheckpointError(f"arrays and true shapes must have the same names; not in both: {listing(odd)}")
     entries = {}
@@ -280,20 +269,14 @@ def _describe(
         _assert_within(name, tuple(shapes[name]), array.shape)
         impl = jax.random.key_impl(array) if _is_key(array.dtype) else None
         if not isinstance(impl, str | None):
-            raise CheckpointError(
-                f"{name}: keys of the custom generator {impl} cannot be saved; use one of JAX's own"
-            )
+            raise CheckpointError(f"{name}: keys of the custom generator {impl} cannot be saved; use one of JAX's own")
         entries[name] = ArrayEntry(tuple(shapes[name]), _dtype_name(array.dtype), impl)
     return entries
 
 
 def _assert_within(name: str, shape: tuple[int, ...], stored_shape: tuple[int, ...]) -> None:
-    if len(shape) != len(stored_shape) or any(
-        true > stored for true, stored in zip(shape, stored_shape, strict=True)
-    ):
-        raise CheckpointError(
-            f"{name}: the true shape {shape} does not fit into the stored shape {stored_shape}"
-        )
+    if len(shape) != len(stored_shape) or any(true > stored for true, stored in zip(shape, stored_shape, strict=True)):
+        raise CheckpointError(f"{name}: the true shape {shape} does not fit into the stored shape {stored_shape}")
 
 
 def _as_json(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,9 +303,7 @@ def _assert_fits(where: str, entries: Mapping[str, ArrayEntry], targets: Mapping
             if entries[name].dtype != _dtype_name(targets[name].dtype)
         ],
     }
-    faults = [
-        f"{len(found)} {kind}:\n    " + listing(found, "\n    ") for kind, found in kinds.items() if found
-    ]
+    faults = [f"{len(found)} {kind}:\n    " + listing(found, "\n    ") for kind, found in kinds.items() if found]
     if faults:
         raise CheckpointError(
             f"{where} does not fit:\n  "

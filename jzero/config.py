@@ -341,8 +341,7 @@ class Config(Section):
         if self.model.attention == "cudnn" and platform in ("cpu", "tpu"):
             yield Fault(
                 ("model.attention", "runtime.platform", "runtime.fake_devices"),
-                f"model.attention = cudnn: runs on GPUs only, and the platform is {platform}; "
-                "set model.attention: xla",
+                f"model.attention = cudnn: runs on GPUs only, and the platform is {platform}; set model.attention: xla",
             )
         if self.model.attention == "cudnn" and self.precision.compute == "float32":
             yield Fault(

@@ -99,11 +99,7 @@ def _yaml_traps(node: Any, path: str = "") -> Iterator[str]:
         lines[name] = line
         if value.id == "mapping":
             yield from _yaml_traps(value, name)
-        elif (
-            value.id == "scalar"
-            and value.tag.endswith((":int", ":float"))
-            and _MISREAD_NUMBER.fullmatch(value.value)
-        ):
+        elif value.id == "scalar" and value.tag.endswith((":int", ":float")) and _MISREAD_NUMBER.fullmatch(value.value):
             yield f"{name} = {value.value} (line {line}): YAML reads this in base 8 or 60; write it plainly"
 
 
@@ -135,9 +131,7 @@ def _read_override(override: str) -> dict[str, Any]:
     name, equals, text = override.partition("=")
     names = name.strip().split(".")
     if not equals or not all(names):
-        raise ConfigError(
-            f"override {shown(override)}: must be section.field=value, such as train.num_steps=300"
-        )
+        raise ConfigError(f"override {shown(override)}: must be section.field=value, such as train.num_steps=300")
     tree: Any = _parse_yaml(f"value: {text}", f"override {shown(override)}")["value"]
     for name in reversed(names):
         tree = {name: tree}

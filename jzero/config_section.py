@@ -139,9 +139,7 @@ class Section(BaseModel):
 
 def subsections(section: type[Section]) -> dict[str, type[Section]]:
     fields = {name: field.annotation for name, field in section.model_fields.items()}
-    return {
-        name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)
-    }
+    return {name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)}
 
 
 def unused(section: Section, users: Mapping[str, tuple[str, list[str]]]) -> Iterator[Fault]:

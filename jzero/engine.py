@@ -2,6 +2,7 @@
 their loop; the trainer drives one too."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jzero.checkpoint import ArrayTarget, Checkpointer
 from jzero.config import Config, TrainConfig, make_config, plan_batch
 from jzero.errors import ConfigError
 from jzero.grads import Loss, bind_params, make_grad_fn
-from jzero.mesh import BATCH_AXES, make_mesh
+from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model, adapt
 from jzero.optim import decay_mask, is_elementwise, make_optimizer, make_schedule
 from jzero.plan import Plan, make_plan
@@ -32,7 +33,7 @@ def initialize(
     loss: Loss,
     optimizer: optax.GradientTransformation | None = None,
     config: Mapping[str, Any] | str | Path | Config | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> "Engine":
     """An engine with a freshly initialised, sharded state.
 
@@ -84,7 +85,7 @@ class Engine:
         abstract = {path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for path, leaf in plan.weights.items()}
         self._elementwise = is_elementwise(optimizer, abstract)
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._train_steps: dict[int, Callable[..., tuple[TrainState, Metrics]]] = {}
+        self._train_steps: dict[int, Any] = {}
         self._eval_step = make_eval_step(model, loss, self._points)
         self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.state = init_state(model, optimizer, plan, mesh, config.train.seed)
@@ -122,7 +123,9 @@ class Engine:
 
     def place(self, batch: Any) -> Any:
         """A batch of host arrays on the mesh, rows split over the batch axes."""
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._batch_sharding, np.asarray(x)), batch)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(self._batch_sharding, np.asarray(x)), batch
+        )
 
     def lower_step(self, batch: Any) -> Any:
         """The training step for a batch of (abstract) arrays, lowered, to look at or compile: jax.stages.Lowered."""
@@ -167,19 +170,21 @@ class Engine:
 
     def save(self, directory: str | Path, record: Mapping[str, Any] | None = None) -> None:
         """Write the state as a checkpoint of its step and wait until it is complete."""
-        keep = self.config.checkpoint
-        with Checkpointer(Path(directory), keep_last=keep.keep_last, keep_best=0, asynchronous=False) as checkpointer:
+        with self._checkpointer(directory) as checkpointer:
             checkpointer.save(int(self.state.step), self.arrays(), self.shapes(), dict(record or {}))
 
     def restore(self, directory: str | Path, step: int | None = None) -> dict[str, Any]:
         """Take the newest complete checkpoint (or that of a step) of any stage and device count; returns its record."""
-        keep = self.config.checkpoint
-        with Checkpointer(Path(directory), keep_last=keep.keep_last, keep_best=0, asynchronous=False) as checkpointer:
+        with self._checkpointer(directory) as checkpointer:
             restored = checkpointer.restore(self.targets(), step)
         self.load(restored.arrays)
         return restored.record
 
-    def _train_step(self, num_micro_batches: int) -> Callable[..., tuple[TrainState, Metrics]]:
+    def _checkpointer(self, directory: str | Path) -> "closing[Checkpointer]":
+        keep_last = self.config.checkpoint.keep_last
+        return closing(Checkpointer(Path(directory), keep_last=keep_last, keep_best=0, asynchronous=False))
+
+    def _train_step(self, num_micro_batches: int) -> Any:
         if num_micro_batches not in self._train_steps:
             accumulate = self.config.precision.accumulate
             grad_fn = make_grad_fn(
@@ -222,5 +227,7 @@ def _num_batch_shards(mesh: Mesh) -> int:
 def _rows(batch: Any) -> int:
     sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
     if len(sizes) != 1 or sizes == {()}:
-        raise ConfigError(f"the arrays of a batch have leading dimensions {sorted(sizes)}; they must be one and the same.")
+        raise ConfigError(
+            f"the arrays of a batch have leading dimensions {sorted(sizes)}; they must be one and the same."
+        )
     return sizes.pop()[0]

@@ -56,7 +56,9 @@ def loss_sums(result: Any, batch: Any) -> LossSums:
     loss = _weighted("loss", value, jnp.float32(rows))
     clash = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row"} & set(extras)
     if clash:
-        raise ModelError(f"extra metric {sorted(clash)[0]!r} has the name of one of jzero's own; call it something else.")
+        raise ModelError(
+            f"extra metric {sorted(clash)[0]!r} has the name of one of jzero's own; call it something else."
+        )
     # Metrics are read, not trained on.
     extra_sums = {name: _weighted(name, jax.lax.stop_gradient(v), loss.weight) for name, v in extras.items()}
     return LossSums(loss, extra_sums)
@@ -74,7 +76,13 @@ def make_loss_fn(model: Model, loss: Loss, points: Mapping[str, UsePoint], *, tr
 
 
 def make_grad_fn(
-    model: Model, loss: Loss, plan: Plan, mesh: Mesh, points: Mapping[str, UsePoint], num_micro_batches: int, accumulate: str
+    model: Model,
+    loss: Loss,
+    plan: Plan,
+    mesh: Mesh,
+    points: Mapping[str, UsePoint],
+    num_micro_batches: int,
+    accumulate: str,
 ) -> Callable[..., tuple[LossSums, dict[str, jax.Array], dict[str, Any]]]:
     """fn(params, model_state, batch, fold) -> (LossSums, gradient of the loss total, new model state), engine `xla`.
 
@@ -111,9 +119,7 @@ def make_grad_fn(
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
         gradients = jax.tree.map(lambda g: jnp.zeros(g.shape, accumulate), shapes[1])
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
-        (sums, gradients, model_state, _), _ = jax.lax.scan(
-            add, (sums, gradients, model_state, fold), micro_batches
-        )
+        (sums, gradients, model_state, _), _ = jax.lax.scan(add, (sums, gradients, model_state, fold), micro_batches)
         return sums, gradients, model_state
 
     return accumulated

@@ -17,7 +17,9 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 def subprograms(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """The programs an equation holds as parameters."""
-    found = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
+    found = jax.tree.leaves(
+        list(equation.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)
+    )
     return [_open(x) for x in found if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
 
 

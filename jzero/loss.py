@@ -38,13 +38,9 @@ def cross_entropy(logits: Array, labels: Array, weights: Array | None = None) ->
         ValueError: the shapes do not agree.
     """
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"labels of shape {labels.shape} for logits of shape {logits.shape}: want {logits.shape[:-1]}"
-        )
+        raise ValueError(f"labels of shape {labels.shape} for logits of shape {logits.shape}: want {logits.shape[:-1]}")
     if weights is not None and weights.shape != labels.shape:
-        raise ValueError(
-            f"weights of shape {weights.shape} for labels of shape {labels.shape}: want the same shape"
-        )
+        raise ValueError(f"weights of shape {weights.shape} for labels of shape {labels.shape}: want the same shape")
     counted = labels >= 0
     label_logits = jnp.take_along_axis(logits, jnp.where(counted, labels, 0)[..., None], axis=-1)[..., 0]
     losses = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) - label_logits.astype(jnp.float32)

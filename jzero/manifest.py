@@ -129,9 +129,7 @@ def read_manifest(directory: Path, step: int) -> Manifest:
         if not path.is_file():
             raise BrokenStepError(f"{where} is incomplete: {name} is missing")
         if path.stat().st_size != size:
-            raise BrokenStepError(
-                f"{where} is damaged: {name} has {path.stat().st_size} bytes instead of {size}"
-            )
+            raise BrokenStepError(f"{where} is damaged: {name} has {path.stat().st_size} bytes instead of {size}")
     entries = {
         name: ArrayEntry(tuple(entry["shape"]), entry["dtype"], entry["key_impl"])
         for name, entry in manifest["arrays"].items()
@@ -162,8 +160,7 @@ def _read_files(folder: Path) -> dict[str, tuple[int, int]]:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
     with ThreadPoolExecutor() as pool:  # zlib lets go of the GIL
         return {
-            str(path.relative_to(folder)): found
-            for path, found in zip(paths, pool.map(_read_file, paths), strict=True)
+            str(path.relative_to(folder)): found for path, found in zip(paths, pool.map(_read_file, paths), strict=True)
         }
 
 

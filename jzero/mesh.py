@@ -94,9 +94,7 @@ def _all_devices() -> list[Device]:
     except (RuntimeError, AssertionError) as error:  # a bare assertion where the platform has no plugin
         told = f"JAX finds no devices for JAX_PLATFORMS = {os.environ.get('JAX_PLATFORMS')}"
         why = _first_line(error) or "its plugin is not installed"
-        raise MeshError(
-            f"{told} ({why}); install jzero[gpu] or jzero[tpu], or change runtime.platform"
-        ) from error
+        raise MeshError(f"{told} ({why}); install jzero[gpu] or jzero[tpu], or change runtime.platform") from error
 
 
 def abstract_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
@@ -128,9 +126,7 @@ def _tpu_topology(name: str) -> list[Device]:
     try:
         return list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)
     except jax.errors.JaxRuntimeError as error:
-        raise MeshError(
-            f"libtpu knows no topology {name!r}, such as v5e:2x4: {_first_line(error)}"
-        ) from error
+        raise MeshError(f"libtpu knows no topology {name!r}, such as v5e:2x4: {_first_line(error)}") from error
 
 
 def _gpu_topology(name: str) -> list[Device]:
@@ -144,9 +140,7 @@ def _gpu_topology(name: str) -> list[Device]:
     try:
         described = topologies.get_topology_desc("", "cuda", target_config=_GPU_TARGETS[chip], topology=shape)
     except NotImplementedError as error:
-        raise MeshError(
-            f"compiling for gpu {name} needs the CUDA plugin: pip install 'jzero[gpu]'"
-        ) from error
+        raise MeshError(f"compiling for gpu {name} needs the CUDA plugin: pip install 'jzero[gpu]'") from error
     except jax.errors.JaxRuntimeError as error:
         raise MeshError(f"no GPU topology {name!r}: {_first_line(error)}") from error
     return list(described.devices)

@@ -26,9 +26,14 @@ class Model(Protocol):
     params and model_state are abstract, by path. `values` holds what a built model starts from (host arrays), or None.
     """
 
-    params: Mapping[str, AbstractParam]
-    model_state: Mapping[str, jax.ShapeDtypeStruct]
-    values: tuple[Arrays, Arrays] | None
+    @property
+    def params(self) -> Mapping[str, AbstractParam]: ...
+
+    @property
+    def model_state(self) -> Mapping[str, jax.ShapeDtypeStruct]: ...
+
+    @property
+    def values(self) -> tuple[Arrays, Arrays] | None: ...
 
     def init(self, key: jax.Array) -> tuple[Arrays, Arrays]:
         """Parameters and model state of a seed, in true shapes; traceable."""
@@ -68,7 +73,8 @@ class NNXModel:
 
     def init(self, key: jax.Array) -> tuple[Arrays, Arrays]:
         assert self.build is not None, "a built module has values, not an init"
-        module = self.build(nnx.Rngs(key))
+        with nnx.use_eager_sharding(False):  # placement is the plan's, not the variable's at its creation
+            module = self.build(nnx.Rngs(key))
         return _raw_values(_variables(module, nnx.Param)), _raw_values(_variables(module, _NOT_PARAM))
 
     def bind(self, params: Mapping[str, Any], model_state: Mapping[str, Any], fold: Any, *, train: bool) -> nnx.Module:
@@ -114,12 +120,13 @@ def _build_abstract(build: Callable[[nnx.Rngs], Any]) -> tuple[nnx.Module, dict[
 
     A parameter that nnx.vmap stacked afterwards has a higher rank than that: the difference is its stack dims.
     """
-    ranks: dict[int, int] = {}
     with _recorded_ranks(), nnx.use_eager_sharding(False):
         module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     if not isinstance(module, nnx.Module):
         raise ModelError(f"the model function returned {type(module).__name__}, not a Flax NNX module.")
-    ranks = {path: v.get_metadata()[_RANK] for path, v in _variables(module, nnx.Param).items() if _RANK in v.get_metadata()}
+    ranks = {
+        path: v.get_metadata()[_RANK] for path, v in _variables(module, nnx.Param).items() if _RANK in v.get_metadata()
+    }
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable) and _RANK in node.get_metadata():
             node.del_metadata(_RANK)

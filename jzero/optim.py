@@ -46,9 +46,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
         if config.schedule == "linear":
             after_warmup = optax.linear_schedule(peak, final, end - warmup)
         else:
-            after_warmup = optax.cosine_decay_schedule(
-                peak, end - warmup, alpha=final / peak if peak else 0.0
-            )
+            after_warmup = optax.cosine_decay_schedule(peak, end - warmup, alpha=final / peak if peak else 0.0)
     schedule = after_warmup
     if warmup:
         schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after_warmup], [warmup])

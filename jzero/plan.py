@@ -58,7 +58,7 @@ class LeafPlan:
     def spec(self) -> PartitionSpec:
         entries = list(self.own_spec)
         if self.zero_axes and self.dim is not None:
-            entries[self.dim] = self.zero_axes if len(self.zero_axes) > 1 else self.zero_axes[0]
+            entries[self.dim] = self.zero_axes
         while entries and entries[-1] is None:
             entries.pop()
         return PartitionSpec(*entries)
@@ -118,7 +118,10 @@ class Plan:
 
     def bytes_per_device(self) -> dict[str, int]:
         """Exact bytes on each device by tree: parameters, gradients, optimizer, and model_state where there is any."""
-        sums = {tree: sum(leaf.bytes_per_device(self.axis_sizes) for leaf in leaves) for tree, leaves in self.trees().items()}
+        sums = {
+            tree: sum(leaf.bytes_per_device(self.axis_sizes) for leaf in leaves)
+            for tree, leaves in self.trees().items()
+        }
         return {tree: n for tree, n in sums.items() if n or tree != "model_state"}
 
     def whole_leaves(self) -> dict[str, LeafPlan]:
@@ -227,7 +230,12 @@ def choose_dim(
 
 
 def _place(
-    path: str, shape: tuple[int, ...], stack_ndim: int, own_spec: tuple[Entry, ...], count: int, min_elements: int
+    path: str,
+    shape: tuple[int, ...],
+    stack_ndim: int,
+    own_spec: tuple[Entry, ...],
+    count: int,
+    min_elements: int,
 ) -> LeafPlan:
     """Split or whole, and why; dtype and axes are filled in per tree."""
     whole = _unsplit(path, shape, None, "", own_spec)

@@ -23,9 +23,7 @@ def plan_report(plan: Plan) -> RenderableType:
         everything = sum(_bytes(leaf) for leaf in leaves)
         whole = sum(_bytes(leaf) for leaf in leaves if not leaf.spec)
         dtypes = sorted({str(leaf.dtype) for leaf in leaves})
-        table.add_row(
-            tree, human_bytes(a_device), human_bytes(everything), human_bytes(whole), ", ".join(dtypes)
-        )
+        table.add_row(tree, human_bytes(a_device), human_bytes(everything), human_bytes(whole), ", ".join(dtypes))
     return Group(table, *_notes(plan))
 
 
@@ -46,7 +44,10 @@ def _notes(plan: Plan) -> list[Text]:
     """The parameters that stay whole although the stage splits, and those that are padded."""
     notes = []
     if plan.stage and math.prod(plan.axis_sizes.values()) > 1:
-        notes += _listing("whole", [(leaf.path, leaf.reason.removeprefix("whole: "), _bytes(leaf)) for leaf in plan.whole_leaves().values()])
+        notes += _listing(
+            "whole",
+            [(leaf.path, leaf.reason.removeprefix("whole: "), _bytes(leaf)) for leaf in plan.whole_leaves().values()],
+        )
     padded = [
         (leaf.path, leaf.reason, _bytes(leaf) - math.prod(leaf.shape) * leaf.dtype.itemsize)
         for leaf in plan.params.values()

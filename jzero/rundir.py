@@ -54,13 +54,9 @@ def open_run_directory(run_dir: str) -> RunDirectory:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"train.run_dir={run_dir!r} cannot be a directory: {error}; name another"
-        ) from error
+        raise ConfigError(f"train.run_dir={run_dir!r} cannot be a directory: {error}; name another") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"train.run_dir={run_dir!r} cannot be written to; change its permissions or name another"
-        )
+        raise ConfigError(f"train.run_dir={run_dir!r} cannot be written to; change its permissions or name another")
     return RunDirectory(path)
 
 

@@ -57,9 +57,7 @@ def shardings(plan: Plan, mesh: Mesh) -> TrainState:
     return map_leaves(lambda leaf: NamedSharding(mesh, leaf.spec), plan_tree(plan))
 
 
-def init_state(
-    model: Model, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh, seed: int
-) -> TrainState:
+def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh, seed: int) -> TrainState:
     """The state of a seed, made in place: each device computes its own shards, and the values do not depend on them."""
     placement = shardings(plan, mesh)
     weight_plans = plan.master or plan.params

@@ -39,7 +39,9 @@ def make_train_step(
 
     def update(gradients: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
         if not elementwise:
-            gradients, weights = ({p: leaf.cut(tree[p]) for p, leaf in plan.weights.items()} for tree in (gradients, weights))
+            gradients, weights = (
+                {p: leaf.cut(tree[p]) for p, leaf in plan.weights.items()} for tree in (gradients, weights)
+            )
             opt_state = map_leaves(lambda leaf, x: leaf.cut(x), plan.optimizer, opt_state)
         # optax mixes int32 counts with float32, which a caller's strict promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
@@ -51,9 +53,7 @@ def make_train_step(
         return jax.lax.with_sharding_constraint((weights, opt_state), (sharded, placement.opt_state))
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        sums, gradients, model_state = grad_fn(
-            state.params, state.model_state, batch, state.step * num_micro_batches
-        )
+        sums, gradients, model_state = grad_fn(state.params, state.model_state, batch, state.step * num_micro_batches)
         weights = jax.lax.with_sharding_constraint(state.weights, sharded)
         gradients = jax.lax.with_sharding_constraint(gradients, sharded)
         means = sums.means()
@@ -77,7 +77,12 @@ def make_train_step(
             skipped=jnp.where(applied, state.skipped, state.skipped + 1),
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
         )
-        metrics = {**means, "grad_norm": norm, "skipped": new_state.skipped, "skipped_in_a_row": new_state.skipped_in_a_row}
+        metrics = {
+            **means,
+            "grad_norm": norm,
+            "skipped": new_state.skipped,
+            "skipped_in_a_row": new_state.skipped_in_a_row,
+        }
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         return new_state, metrics
@@ -96,7 +101,9 @@ def make_eval_step(model: Any, loss: Any, points: Any) -> Callable[[TrainState, 
     return jax.jit(evaluate)
 
 
-def _average_and_clip(gradients: Any, weights: Any, weight: jax.Array, clip_norm: float | None) -> tuple[jax.Array, Any]:
+def _average_and_clip(
+    gradients: Any, weights: Any, weight: jax.Array, clip_norm: float | None
+) -> tuple[jax.Array, Any]:
     """The global norm of the mean gradient (float32, before clipping) and the clipped gradient in the weights' dtypes."""
     scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)
     mean = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradients)

@@ -26,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML, JSON or TOML; fields it leaves out keep their defaults"
-    )
+    parser.add_argument("--config", metavar="FILE", help="YAML, JSON or TOML; fields it leaves out keep their defaults")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="goes before the file")
     arguments = parser.parse_intermixed_args(argv)

@@ -58,9 +58,7 @@ class UsePoint:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(use: UsePoint, dropped: int, stored: jax.Array) -> jax.Array:
     # Cast before the gather: the wire then carries the compute dtype.
-    array = jax.lax.with_sharding_constraint(
-        stored.astype(use.compute_dtype), use._sharding(use.whole, dropped)
-    )
+    array = jax.lax.with_sharding_constraint(stored.astype(use.compute_dtype), use._sharding(use.whole, dropped))
     # Gather first, cut afterwards: a cut of the sharded array could not be even.
     return jax.lax.slice(array, (0,) * array.ndim, use.shape[dropped:]) if use.shape != use.stored_shape else array
 

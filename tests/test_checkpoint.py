@@ -1,9 +1,7 @@
 """What is saved comes back bit for bit on any devices and padding, or not at all with a message that says why."""
 
 import contextlib
-import json
 import logging
-import os
 import re
 import resource
 import shutil
@@ -103,7 +101,11 @@ def assert_restored(arrays, targets, values) -> None:
     assert arrays.keys() == targets.keys()
     for name, target in targets.items():
         array, data = arrays[name], host(arrays[name])
-        assert (array.shape, array.dtype, array.sharding) == (target.stored_shape, target.dtype, target.sharding)
+        assert (array.shape, array.dtype, array.sharding) == (
+            target.stored_shape,
+            target.dtype,
+            target.sharding,
+        )
         shard_shape = target.sharding.shard_shape(target.stored_shape)
         assert {shard.data.shape for shard in array.addressable_shards} == {shard_shape}
         assert {shard.device for shard in array.addressable_shards} == target.sharding.device_set
@@ -280,15 +282,40 @@ def rename_record(path: Path) -> None:
 FAULTS = {  # name: (what befalls the directory after steps 2, 4, 6; step restored; steps listed; warning)
     "empty folder": (lambda d: (d / "8").mkdir(), 6, [2, 4, 6], "step 8 of .* has no jzero.json"),
     "a file for a step": (lambda d: (d / "8").touch(), 6, [2, 4, 6], "step 8 .*jzero.json cannot be read"),
-    "truncated data": (lambda d: truncate(data_file(d / "6" / "d")), 4, [2, 4], r"step 6 of .* bytes instead of \d+"),
+    "truncated data": (
+        lambda d: truncate(data_file(d / "6" / "d")),
+        4,
+        [2, 4],
+        r"step 6 of .* bytes instead of \d+",
+    ),
     "no data": (lambda d: data_file(d / "6" / "d").unlink(), 4, [2, 4], "step 6 of .* is missing"),
-    "no Orbax metadata": (lambda d: (d / "6" / "_METADATA").unlink(), 4, [2, 4], "step 6 .*_METADATA is missing"),
+    "no Orbax metadata": (
+        lambda d: (d / "6" / "_METADATA").unlink(),
+        4,
+        [2, 4],
+        "step 6 .*_METADATA is missing",
+    ),
     "no manifest": (lambda d: (d / "6" / "jzero.json").unlink(), 4, [2, 4], "step 6 of .* has no jzero.json"),
-    "truncated manifest": (lambda d: truncate(d / "6" / "jzero.json"), 4, [2, 4], "step 6 .*jzero.json cannot be read"),
-    "altered manifest": (lambda d: rename_record(d / "6" / "jzero.json"), 4, [2, 4], "step 6 .*jzero.json was altered"),
+    "truncated manifest": (
+        lambda d: truncate(d / "6" / "jzero.json"),
+        4,
+        [2, 4],
+        "step 6 .*jzero.json cannot be read",
+    ),
+    "altered manifest": (
+        lambda d: rename_record(d / "6" / "jzero.json"),
+        4,
+        [2, 4],
+        "step 6 .*jzero.json was altered",
+    ),
     "renamed step": (lambda d: (d / "6").rename(d / "8"), 4, [2, 4], "step 8 .*jzero.json is that of step 6"),
     "flipped bit": (lambda d: flip_a_bit(data_file(d / "6" / "d")), 4, [2, 4, 6], "step 6 of .* was altered"),
-    "flipped metadata": (lambda d: flip_a_bit(d / "6" / "_METADATA"), 4, [2, 4, 6], "step 6 .*_METADATA was altered"),
+    "flipped metadata": (
+        lambda d: flip_a_bit(d / "6" / "_METADATA"),
+        4,
+        [2, 4, 6],
+        "step 6 .*_METADATA was altered",
+    ),
     "latest file": (lambda d: (d / "latest").write_text("12"), 6, [2, 4, 6], None),
     "unfinished save": (lambda d: shutil.copytree(d / "6", d / "8.saving"), 6, [2, 4, 6], None),
     "unfinished Orbax save": (lambda d: (d / "8.saving.orbax-checkpoint-tmp").mkdir(), 6, [2, 4, 6], None),
@@ -372,7 +399,9 @@ def test_a_full_disk_loses_no_older_step(tmp_path):
         checkpoints.wait()
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited[1]))
-            with pytest.raises(CheckpointError, match=r"saving step 4 .* failed: [^\0]*1,050,624 bytes; [\d,]+ bytes are"):
+            with pytest.raises(
+                CheckpointError, match=r"saving step 4 .* failed: [^\0]*1,050,624 bytes; [\d,]+ bytes are"
+            ):
                 checkpoints.save(4, place(values_of(leaves, 4), targets), shapes_of(targets), {})
                 checkpoints.wait()
         finally:
@@ -480,7 +509,11 @@ def base_saved(tmp_path_factory) -> Path:
 def test_a_checkpoint_that_does_not_fit_is_refused_with_every_difference(base_saved, misfit):
     leaves, expected = MISFITS[misfit]
     with open_checkpoints(base_saved) as checkpoints:
-        assert_restored(checkpoints.restore(targets_on(2, leaves=BASE)).arrays, targets_on(2, leaves=BASE), values_of(BASE))
+        assert_restored(
+            checkpoints.restore(targets_on(2, leaves=BASE)).arrays,
+            targets_on(2, leaves=BASE),
+            values_of(BASE),
+        )
         with pytest.raises(CheckpointError) as caught:
             checkpoints.restore(targets_on(2, leaves=leaves))
     lines = str(caught.value).splitlines()

@@ -48,8 +48,7 @@ def faults(load, *args, **kwargs):
 def test_three_formats_spell_one_config(write):
     yaml = write("zero: {stage: 2}\noptimizer:\n  learning_rate: 3e-4\ndata: {source: text, paths: [a, b]}\n")
     json = write(
-        '{"zero": {"stage": 2}, "optimizer": {"learning_rate": 3e-4},\n'
-        '\t"data":{"source":"text","paths":["a","b"]}}',
+        '{"zero": {"stage": 2}, "optimizer": {"learning_rate": 3e-4},\n\t"data":{"source":"text","paths":["a","b"]}}',
         "config.json",
     )
     toml = write(
@@ -104,9 +103,7 @@ def test_values_are_read_as_meant(override, value):
 
 def test_overrides_win_over_the_file_and_the_last_over_the_first(write):
     path = write("train: {num_steps: 5, seed: 7}\n")
-    config = load_config(
-        path, ["train.num_steps=6", "train.num_steps=8", "zero={stage: 1}", "zero.group=node"]
-    )
+    config = load_config(path, ["train.num_steps=6", "train.num_steps=8", "zero={stage: 1}", "zero.group=node"])
     assert (config.train.num_steps, config.train.seed) == (8, 7)
     assert config.zero == ZeroConfig(stage=1, group="node")
 
@@ -433,9 +430,7 @@ def test_neighbours_of_the_refused_are_accepted(tree):
     config = make_config(tree)
     for section, fields in tree.items():
         for field, value in fields.items() if isinstance(fields, dict) else []:
-            assert getattr(getattr(config, section), field) == (
-                tuple(value) if isinstance(value, list) else value
-            )
+            assert getattr(getattr(config, section), field) == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_all_faults_of_file_and_overrides_come_at_once(write):
@@ -632,9 +627,7 @@ def test_the_default_global_batch_yields_to_a_given_micro_batch(given, expected)
         (10**12, 10**6, None, 3, "set X: 999999000000 or 1000002000000"),
     ],
 )  # fmt: skip
-def test_batch_sizes_that_do_not_multiply_up_are_told_with_the_nearest_that_do(
-    whole, micro, steps, shards, told
-):
+def test_batch_sizes_that_do_not_multiply_up_are_told_with_the_nearest_that_do(whole, micro, steps, shards, told):
     train = TrainConfig(global_batch_size=whole, micro_batch_size=micro, accumulation_steps=steps)
     (line,) = faults(plan_batch, train, shards)
     short = {

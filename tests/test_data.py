@@ -30,14 +30,10 @@ def write(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def text_data(
-    tmp_path: Path, *paths, seed=0, batch_size=2, process_index=0, process_count=1, **fields
-) -> Data:
+def text_data(tmp_path: Path, *paths, seed=0, batch_size=2, process_index=0, process_count=1, **fields) -> Data:
     fields = {"sequence_length": 5, "validation_fraction": 0.2, "cache_dir": str(tmp_path / "cache")} | fields
     config = DataConfig(source="text", paths=tuple(map(str, paths)), **fields)
-    return make_data(
-        config, seed=seed, batch_size=batch_size, process_index=process_index, process_count=process_count
-    )
+    return make_data(config, seed=seed, batch_size=batch_size, process_index=process_index, process_count=process_count)
 
 
 def numbered(tmp_path: Path, count: int = 25, **arguments) -> Data:
@@ -172,11 +168,7 @@ def test_validation_is_the_same_at_every_call_and_for_every_seed(tmp_path):
     data = numbered(tmp_path, 250)
     ids = row_ids(data.validation_batches(5))
     assert len(set(ids)) == 10
-    assert (
-        ids
-        == row_ids(data.validation_batches(5))
-        == row_ids(numbered(tmp_path, 250, seed=9).validation_batches(5))
-    )
+    assert ids == row_ids(data.validation_batches(5)) == row_ids(numbered(tmp_path, 250, seed=9).validation_batches(5))
     assert row_ids(data.validation_batches(2)) == ids[:4]
 
 
@@ -242,9 +234,7 @@ def test_every_token_is_accounted_for_and_a_long_line_is_cut_not_dropped(tmp_pat
         assert 0 <= part.num_left_over < length
         np.testing.assert_array_equal(stream(part)[1:], targets)  # each but the first, once, in order
     assert f"{total:,} tokens in 3 documents" in data.description
-    assert (
-        f"{data.train.num_left_over} and {data.validation.num_left_over} tokens left over" in data.description
-    )
+    assert f"{data.train.num_left_over} and {data.validation.num_left_over} tokens left over" in data.description
     assert stream(data.train).tolist() == list(line.encode())[: len(stream(data.train))]
 
 
@@ -260,10 +250,7 @@ def test_a_large_file_is_not_held_in_memory(tmp_path):
 
 
 def test_documents_are_separated_by_the_end_of_document_token(tmp_path):
-    files = [
-        write(tmp_path / name, text)
-        for name, text in (("a.txt", "aaaa"), ("b.txt", "bbbb"), ("c.txt", "cccc"))
-    ]
+    files = [write(tmp_path / name, text) for name, text in (("a.txt", "aaaa"), ("b.txt", "bbbb"), ("c.txt", "cccc"))]
     data = text_data(tmp_path, *reversed(files), sequence_length=1, batch_size=1, validation_fraction=0.34)
     end = data.tokenizer.end_of_document
     assert data.num_train_windows == 9  # two documents of 5 tokens; the third validates

@@ -40,9 +40,7 @@ def test_sums_the_counted_tokens_in_float32(dtype, weights):
 def test_any_integer_label_dtype(label_dtype):
     labels = jnp.asarray(np.abs(LABELS) % 11, label_dtype)
     loss = cross_entropy(jnp.asarray(LOGITS), labels)
-    np.testing.assert_allclose(
-        loss.total, reference(LOGITS, np.asarray(labels), np.ones((4, 5)))[0], rtol=1e-6
-    )
+    np.testing.assert_allclose(loss.total, reference(LOGITS, np.asarray(labels), np.ones((4, 5)))[0], rtol=1e-6)
 
 
 def test_micro_batches_add_up_to_the_whole_batch():
@@ -75,9 +73,7 @@ def test_an_infinite_loss_of_weight_zero_adds_nothing():
     logits = jnp.zeros((2, 3)).at[0, 1].set(-jnp.inf)
     labels = jnp.array([1, 1])
     assert cross_entropy(logits, labels).total == jnp.inf
-    np.testing.assert_allclose(
-        cross_entropy(logits, labels, jnp.array([0.0, 1.0])).total, np.log(3), rtol=1e-6
-    )
+    np.testing.assert_allclose(cross_entropy(logits, labels, jnp.array([0.0, 1.0])).total, np.log(3), rtol=1e-6)
 
 
 def test_a_label_outside_the_vocabulary_is_not_a_number():
@@ -90,6 +86,4 @@ def test_a_label_outside_the_vocabulary_is_not_a_number():
 )
 def test_shapes_that_would_broadcast_are_refused(labels, weights, message):
     with pytest.raises(ValueError, match=message):
-        cross_entropy(
-            jnp.zeros((4, 5, 11)), jnp.zeros(labels, int), None if weights is None else jnp.ones(weights)
-        )
+        cross_entropy(jnp.zeros((4, 5, 11)), jnp.zeros(labels, int), None if weights is None else jnp.ones(weights))

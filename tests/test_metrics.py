@@ -273,9 +273,7 @@ def test_plain_output_is_a_line_each_so_many_steps_without_control_characters(mo
     sink = console_sink(Console(file=out, width=40, color_system=None), start_step=0, num_steps=25, every=10)
     assert isinstance(sink, LineSink)
     for step in range(1, 26):
-        sink.write(
-            row(step, loss=1 / step, learning_rate=1e-3, tokens_per_second=12345.6, skipped=step // 20)
-        )
+        sink.write(row(step, loss=1 / step, learning_rate=1e-3, tokens_per_second=12345.6, skipped=step // 20))
     sink.write({"step": 25, "eval_loss": 0.25})
     sink.close()
     text = out.getvalue()
@@ -287,9 +285,7 @@ def test_plain_output_is_a_line_each_so_many_steps_without_control_characters(mo
         "step 25/25",
         "step 25/25",
     ]
-    assert lines[1].startswith(
-        "step 10/25  loss 0.1000  grad_norm 0.5  lr 0.001  12,346 tokens/s  ETA 0:00:0"
-    )
+    assert lines[1].startswith("step 10/25  loss 0.1000  grad_norm 0.5  lr 0.001  12,346 tokens/s  ETA 0:00:0")
     assert lines[2].count("skipped 1") == 1
     assert lines[4] == "step 25/25  eval_loss 0.2500"
     assert text.replace("\n", "").isprintable()
@@ -297,9 +293,7 @@ def test_plain_output_is_a_line_each_so_many_steps_without_control_characters(mo
 
 def test_rows_without_learning_rate_or_speed_still_make_a_line():
     out = io.StringIO()
-    LineSink(Console(file=out), num_steps=5, every=10).write(
-        row(3, learning_rate=None, tokens_per_second=None)
-    )
+    LineSink(Console(file=out), num_steps=5, every=10).write(row(3, learning_rate=None, tokens_per_second=None))
     assert out.getvalue() == "step 3/5  loss 1.0000  grad_norm 0.5\n"
 
 
@@ -322,8 +316,6 @@ def test_a_terminal_gets_a_live_bar_that_ends_on_the_last_numbers():
 
 def test_the_summary_leaves_out_what_is_not_known():
     out = io.StringIO()
-    Console(file=out, width=60).print(
-        summary_table({"steps": "3", "validation loss": None, "sample": "a\nb"})
-    )
+    Console(file=out, width=60).print(summary_table({"steps": "3", "validation loss": None, "sample": "a\nb"}))
     assert "steps" in out.getvalue()
     assert "validation" not in out.getvalue()

@@ -163,8 +163,7 @@ TOP_SHAPES = {"embed_tokens/embedding": (VOCAB, 24), "norm/scale": (24,), "lm_he
         ({}, TOP_SHAPES | {f"layers/{path}": (3, *shape) for path, shape in LAYER_SHAPES.items()}),
         (
             {"scan_layers": False},
-            TOP_SHAPES
-            | {f"layers/{i}/{path}": shape for i in range(3) for path, shape in LAYER_SHAPES.items()},
+            TOP_SHAPES | {f"layers/{i}/{path}": shape for i in range(3) for path, shape in LAYER_SHAPES.items()},
         ),
         (
             {"tie_word_embeddings": True},
@@ -186,9 +185,7 @@ def test_sizes_left_out_follow_from_the_others():
 
 
 def test_initial_values_have_the_configured_spread():
-    params = get_params(
-        build(hidden_size=48, num_hidden_layers=8, initializer_range=0.1, intermediate_size=96)
-    )
+    params = get_params(build(hidden_size=48, num_hidden_layers=8, initializer_range=0.1, intermediate_size=96))
     for path, p in params.items():
         spread = 0.1 / (4 if re.search("o_proj|down_proj", path) else 1)
         if path.endswith("scale"):
@@ -219,17 +216,13 @@ def test_more_than_ten_layers_keep_their_order():
     stacked = {"layers/norm/scale": jnp.arange(12.0)[:, None], "layers_norm/scale": jnp.ones(2)}
     listed = unstack_layers(stacked)
     assert float(listed["layers/11/norm/scale"][0]) == 11
-    np.testing.assert_array_equal(
-        stack_layers(dict(sorted(listed.items())))["layers/norm/scale"][:, 0], np.arange(12)
-    )
+    np.testing.assert_array_equal(stack_layers(dict(sorted(listed.items())))["layers/norm/scale"][:, 0], np.arange(12))
 
 
 def loss_of(model: nnx.Module):
     """(sum of sines of the logits as a function of the parameters, the parameters)."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    loss = lambda p: jnp.sin(
-        nnx.merge(graphdef, p, rest, copy=True)(jnp.asarray(TOKENS)).astype(jnp.float32)
-    ).sum()
+    loss = lambda p: jnp.sin(nnx.merge(graphdef, p, rest, copy=True)(jnp.asarray(TOKENS)).astype(jnp.float32)).sum()
     return loss, params
 
 
@@ -262,9 +255,7 @@ def test_remat_changes_what_is_computed_twice_and_no_gradient(scan_layers):
             )
 
 
-@pytest.mark.parametrize(
-    ("scan_layers", "tied"), [(True, False), (False, True)], ids=["scanned", "listed, tied"]
-)
+@pytest.mark.parametrize(("scan_layers", "tied"), [(True, False), (False, True)], ids=["scanned", "listed, tied"])
 def test_bfloat16_parameters_give_bfloat16_products(scan_layers, tied):
     model = build_random(scan_layers=scan_layers, tie_word_embeddings=tied)
     expected = run(model, TOKENS)
@@ -281,9 +272,7 @@ def test_bfloat16_parameters_give_bfloat16_products(scan_layers, tied):
     assert dtypes == {"bfloat16"}
     # Softmax, norms and rotation stay wide.
     wide = {"exp", "rsqrt", "cos", "sin"}
-    narrow = {
-        e.primitive.name for e in found if e.primitive.name in wide and e.invars[0].aval.dtype != jnp.float32
-    }
+    narrow = {e.primitive.name for e in found if e.primitive.name in wide and e.invars[0].aval.dtype != jnp.float32}
     assert not narrow
     # Lowering is where products of mixed dtypes meet strict dtype promotion.
     gradients = traced.lower().out_info
@@ -349,9 +338,7 @@ def test_samples_follow_the_model_and_the_temperature():
     model = lambda tokens: jnp.broadcast_to(jnp.log(jnp.float32(odds)), (*tokens.shape, 3))
     prompt = jnp.zeros((500, 1), jnp.int32)
     for temperature in (1.0, 0.5):
-        tokens = generate(
-            model, prompt, jax.random.key(0), num_tokens=8, sequence_length=9, temperature=temperature
-        )
+        tokens = generate(model, prompt, jax.random.key(0), num_tokens=8, sequence_length=9, temperature=temperature)
         expected = odds ** (1 / temperature) / (odds ** (1 / temperature)).sum()
         np.testing.assert_allclose(np.bincount(tokens[:, 1:].ravel()) / 4000, expected, atol=0.03)
 

@@ -107,9 +107,7 @@ def test_optimizers_follow_their_formulas(fields, reference_step):
             updates, state = tx.update(jax.tree.map(jnp.float32, gradients), state, params)
         params = optax.apply_updates(params, updates)
         if count == 0:
-            assert all((updates[path] == 0).all() for path in updates), (
-                "the first update of a warm-up moves nothing"
-            )
+            assert all((updates[path] == 0).all() for path in updates), "the first update of a warm-up moves nothing"
     for path in params:
         np.testing.assert_allclose(params[path], expected[path], rtol=1e-4, atol=1e-5)
 
@@ -139,9 +137,7 @@ def test_matrices_decay_and_vectors_do_not():
     stacked = {"layers/mlp/kernel": 1, "layers/norm/scale": 1, "layers/mlp/bias": 1, "layers/gate": 1}
     decayed = {path for path, decays in decay_mask(stacked, shapes).items() if decays}
     assert decayed == {"embed/embedding", "layers/mlp/kernel", "conv/kernel", "bias_proj/kernel"}
-    assert decay_mask({}, shapes)["layers/gate"], (
-        "without the stack dims a stack of vectors passes for a matrix"
-    )
+    assert decay_mask({}, shapes)["layers/gate"], "without the stack dims a stack of vectors passes for a matrix"
 
 
 # Rank 2 for what works on matrices, sizes of 1 and a second leaf to tell "one element" from "one leaf".
@@ -162,9 +158,7 @@ ELEMENTWISE = {
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(1e-2),
     "scheduled": optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 9)),
     "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    "partition": optax.partition(
-        {"a": optax.adam(1e-2), "s": optax.sgd(0.1)}, {"w": "a", "one": "s", "b": "s"}
-    ),
+    "partition": optax.partition({"a": optax.adam(1e-2), "s": optax.sgd(0.1)}, {"w": "a", "one": "s", "b": "s"}),
     "jzero": make_optimizer(OptimizerConfig(warmup_steps=2), 9, {"w": True, "one": True, "b": False}),
 }
 NOT_ELEMENTWISE = {
@@ -179,9 +173,7 @@ NOT_ELEMENTWISE = {
     "cumsum in scan": optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.cumsum(x, -1), g)),
     "transpose": optax.stateless(lambda g, _: jax.tree.map(lambda x: x.T.reshape(x.shape), g)),
     "flip": optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.flip(x), g)),
-    "by position": optax.stateless(
-        lambda g, _: jax.tree.map(lambda x: x * jnp.arange(x.shape[-1], dtype=x.dtype), g)
-    ),
+    "by position": optax.stateless(lambda g, _: jax.tree.map(lambda x: x * jnp.arange(x.shape[-1], dtype=x.dtype), g)),
     "by a captured array": optax.stateless(
         lambda g, _: g | {"w": g["w"] * np.arange(15, dtype=np.float32).reshape(3, 5)}
     ),

@@ -144,10 +144,7 @@ def test_a_run_stopped_and_killed_at_any_step_ends_as_if_it_had_not_been(config_
     there once.
     """
     straight, disturbed = tmp_path / "straight", tmp_path / "run"
-    assert (
-        run_python("-m", "jzero.train", "--config", str(config_file), f"train.run_dir={straight}").returncode
-        == 0
-    )
+    assert run_python("-m", "jzero.train", "--config", str(config_file), f"train.run_dir={straight}").returncode == 0
     expected = read_rows(straight)
     assert [row["step"] for row in expected if "eval_loss" not in row] == list(range(1, 41))
 

@@ -103,9 +103,7 @@ def test_speed_is_stated_from_the_second_step_on(straight):
 
 def test_the_run_directory_holds_the_resolved_config_and_checkpoints(straight):
     run_dir, _ = straight
-    assert load_config(run_dir / "config.yaml") == tiny(
-        run_dir, train={"sample_tokens": 5, "sample_prompt": "ab"}
-    )
+    assert load_config(run_dir / "config.yaml") == tiny(run_dir, train={"sample_tokens": 5, "sample_prompt": "ab"})
     found = complete_steps(run_dir / "checkpoints")
     assert list(found) == [2, 4, 6]
     assert found[6].eval_loss == read_rows(run_dir)[-1]["eval_loss"]
@@ -293,9 +291,7 @@ def test_damaged_checkpoints_alone_are_neither_ignored_nor_overwritten(copy_of_s
     for manifest in copy_of_straight.glob("checkpoints/*/jzero.json"):
         manifest.unlink()
     with pytest.raises(CheckpointError, match="steps 2, 4, 6"):
-        find_start(
-            tiny(copy_of_straight, checkpoint={"resume": resume}), open_run_directory(str(copy_of_straight))
-        )
+        find_start(tiny(copy_of_straight, checkpoint={"resume": resume}), open_run_directory(str(copy_of_straight)))
 
 
 # what cannot work is told before anything compiles

@@ -40,9 +40,7 @@ class Corpus:
     unigram_loss: float
 
 
-def make_corpus(
-    source: Source, tokenizer: ByteTokenizer, validation_fraction: float, directory: Path
-) -> Corpus:
+def make_corpus(source: Source, tokenizer: ByteTokenizer, validation_fraction: float, directory: Path) -> Corpus:
     """The tokens of `source`: from `directory` if it holds them intact, else tokenised now and put there.
 
     Raises DataError if the source cannot be read or `directory` cannot be written.
@@ -82,9 +80,7 @@ def choose_validation(lengths: np.ndarray, validation_fraction: float) -> np.nda
     return chosen & (taken >= target / 2)
 
 
-def split_ranges(
-    lengths: np.ndarray, chosen: np.ndarray, validation_fraction: float
-) -> tuple[Ranges, Ranges]:
+def split_ranges(lengths: np.ndarray, chosen: np.ndarray, validation_fraction: float) -> tuple[Ranges, Ranges]:
     """The (start, stop) ranges of the packed stream that train, and those that validate."""
     stops = np.cumsum(lengths)
     if chosen.any():

@@ -50,9 +50,7 @@ class Data:
         seed and a sample always mean the same window, whatever the batch size, the number of processes and
         workers, and where a run was resumed (see `Batching.batches`). `close()` it to leave early.
         """
-        return self.batching.batches(
-            self.train, seed=self.seed, start_sample=start_sample, num_batches=num_steps
-        )
+        return self.batching.batches(self.train, seed=self.seed, start_sample=start_sample, num_batches=num_steps)
 
     def validation_batches(self, num_batches: int) -> Generator[Batch, None, None]:
         """At most `num_batches` batches of validation windows, in one order for ever, no window twice.
@@ -66,9 +64,7 @@ class Data:
         )
 
 
-def make_data(
-    data: DataConfig, *, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
-) -> Data:
+def make_data(data: DataConfig, *, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1) -> Data:
     """The data that `data` describes, for one of `process_count` processes sharing `batch_size` rows a batch.
 
     Tokens are read from the cache or, the first time, written to it. Every process reads the whole corpus, so
@@ -97,9 +93,7 @@ def make_data(
     )
 
 
-def _check_windows(
-    data: DataConfig, source: Source, train: Windows, validation: Windows, batch_size: int
-) -> None:
+def _check_windows(data: DataConfig, source: Source, train: Windows, validation: Windows, batch_size: int) -> None:
     where = f"data.source={data.source} ({source.name})"
     size = f"{data.sequence_length} + 1"
     if len(train) < batch_size:

@@ -205,8 +205,7 @@ def _synthetic(num_tokens: int) -> Source:
         name=f"synthetic text of {num_tokens:,} tokens",
         identity=["synthetic", num_tokens, _SYNTHETIC_SEED],
         documents=lambda: (
-            iter([row[:length].tobytes().decode("ascii")])
-            for row, length in zip(rows(), lengths, strict=True)
+            iter([row[:length].tobytes().decode("ascii")]) for row, length in zip(rows(), lengths, strict=True)
         ),
     )
 

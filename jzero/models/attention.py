@@ -24,9 +24,7 @@ def apply_rotary(x: Array, angles: Array) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def causal_attention(
-    query: Array, key: Array, value: Array, implementation: Literal["xla", "cudnn"]
-) -> Array:
+def causal_attention(query: Array, key: Array, value: Array, implementation: Literal["xla", "cudnn"]) -> Array:
     """Each position attends to itself and those before it.
 
     Args:

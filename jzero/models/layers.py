@@ -25,9 +25,7 @@ def make_layers(make_layer: Callable[[nnx.Rngs], Layer], num_layers: int, scan: 
     return nnx.List([make_layer(nnx.Rngs(params=key)) for key in keys])
 
 
-def run_layers(
-    layers: Any, x: Array, *shared: Array, scan: bool, remat: Literal["none", "dots", "full"]
-) -> Array:
+def run_layers(layers: Any, x: Array, *shared: Array, scan: bool, remat: Literal["none", "dots", "full"]) -> Array:
     """x -> layer(x, *shared) for each layer in turn; `shared` arrays are the same for all of them.
 
     `remat` says what a layer keeps for the backward pass: "none" keeps every intermediate, "dots" the

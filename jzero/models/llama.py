@@ -128,9 +128,7 @@ class Llama(nnx.Module):
 
 
 def _linear(in_size: int, out_size: int, stddev: float, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(
-        in_size, out_size, use_bias=False, kernel_init=nnx.initializers.normal(stddev), rngs=rngs
-    )
+    return nnx.Linear(in_size, out_size, use_bias=False, kernel_init=nnx.initializers.normal(stddev), rngs=rngs)
 
 
 def _head_dim(config: ModelConfig) -> int:

@@ -1,0 +1,45 @@
+"""ZeRO for JAX: sharded training of unchanged Flax models.
+
+Public names are resolved on first use, so that `import jzero` starts no backend and imports no JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jzero.config import Config as Config
+    from jzero.config import load_config as load_config
+    from jzero.engine import Engine as Engine
+    from jzero.engine import initialize as initialize
+    from jzero.errors import JzeroError as JzeroError
+    from jzero.errors import UserError as UserError
+    from jzero.loss import WeightedLoss as WeightedLoss
+    from jzero.loss import cross_entropy as cross_entropy
+    from jzero.plan import Plan as Plan
+    from jzero.plan import make_plan as make_plan
+
+_HOMES = {
+    "Config": "config",
+    "load_config": "config",
+    "Engine": "engine",
+    "initialize": "engine",
+    "JzeroError": "errors",
+    "UserError": "errors",
+    "WeightedLoss": "loss",
+    "cross_entropy": "loss",
+    "Plan": "plan",
+    "make_plan": "plan",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jzero' has no attribute {name!r}")
+    return getattr(import_module(f"jzero.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
