@@ -3,6 +3,8 @@ their loop; the trainer drives one too."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,12 @@ from jzero.grads import Loss, bind_params, make_grad_fn
 from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model, adapt
 from jzero.optim import decay_mask, is_elementwise, make_optimizer, make_schedule
-from jzero.plan import Plan, make_plan
+from jzero.plan import Plan, make_plan, map_leaves
 from jzero.report import plan_report
 from jzero.runtime import start
 from jzero.state import TrainState, assert_placement, from_named, init_state, named, plan_tree, shardings
 from jzero.step import Metrics, make_eval_step, make_train_step
-from jzero.usepoint import use_points
+from jzero.usepoint import UsePoint, use_points
 
 
 def initialize(
@@ -38,12 +40,23 @@ def initialize(
     """An engine with a freshly initialised, sharded state.
 
     model: a function of nnx.Rngs that builds a Flax NNX module (preferred: nothing is ever built whole), or a built
-    module, whose values are the start. loss(model, batch) returns a scalar (a mean over the batch's rows), a WeightedLoss,
-    or either with a dict of extra metrics. optimizer: any optax transformation; None makes config.optimizer. config: a
-    mapping, a path, a Config, or None for the defaults. devices: None for all of them.
+    module, whose values are the start. loss(model, batch) returns a scalar (a mean over the batch's rows), a
+    WeightedLoss, or either with a dict of extra metrics. optimizer: any optax transformation; None makes
+    config.optimizer. config: a mapping, a path, a Config, or None for the defaults. devices: None for all of them.
 
     Raises a UserError naming the field and the fix for anything that cannot work, before anything is compiled.
     """
+    return Engine(prepare(model, loss, optimizer, config, devices))
+
+
+def prepare(
+    model: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation | None = None,
+    config: Mapping[str, Any] | str | Path | Config | None = None,
+    devices: Sequence[Device] | None = None,
+) -> "Blueprint":
+    """What `initialize` builds its engine from, with nothing placed: absent devices (`jzero.mesh.topology`) will do."""
     config = make_config(config)
     start(config.runtime)
     mesh = make_mesh(config.mesh, devices)
@@ -61,35 +74,88 @@ def initialize(
         config.precision,
         optimizer,
         adapted.model_state,
-        accumulating=_accumulation(config.train, mesh) > 1,
+        accumulating=_accumulates(config.train, mesh),
     )
-    return Engine(config, mesh, adapted, loss, optimizer, schedule, plan)
+    return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All that makes an engine but its arrays."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule | None
+    plan: Plan
+
+    @cached_property
+    def points(self) -> dict[str, UsePoint]:
+        return use_points(self.plan, self.mesh, self.config.precision.compute)
+
+    @cached_property
+    def elementwise(self) -> bool:
+        plans = self.plan.weights.items()
+        return is_elementwise(self.optimizer, {p: jax.ShapeDtypeStruct(w.stored_shape, w.dtype) for p, w in plans})
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    def train_step(self, num_micro_batches: int) -> Any:
+        """The jitted step over a batch of that many micro-batches: (state, batch) -> (state, metrics)."""
+        accumulate = self.config.precision.accumulate
+        grad_fn = make_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches, accumulate)
+        return make_train_step(
+            grad_fn,
+            self.optimizer,
+            self.plan,
+            self.mesh,
+            elementwise=self.elementwise,
+            num_micro_batches=num_micro_batches,
+            clip_norm=self.config.optimizer.clip_norm,
+            schedule=self.schedule,
+        )
+
+    def lower_step(self, batch: Any) -> jax.stages.Lowered:
+        """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
+        state = map_leaves(
+            lambda leaf, placement: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=placement),
+            plan_tree(self.plan),
+            shardings(self.plan, self.mesh),
+        )
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
+        return self.train_step(self.micro_batches(batch)).lower(state, shapes)
+
+    def micro_batches(self, batch: Any) -> int:
+        """How many micro-batches a batch is cut into. Raises ConfigError for rows that do not divide."""
+        rows = self.check_rows(batch)
+        return _accumulation(self.config.train.model_copy(update={"global_batch_size": rows}), self.mesh)
+
+    def check_rows(self, batch: Any) -> int:
+        """The rows of a batch. Raises ConfigError unless they divide over the devices of the batch axes."""
+        rows, shards = _rows(batch), _num_batch_shards(self.mesh)
+        if rows % shards:
+            raise ConfigError(
+                f"the batch has {rows} rows, which do not divide over {shards} devices of the batch axes "
+                f"(replica x data); give {rows - rows % shards or shards} or {rows + -rows % shards}."
+            )
+        return rows
 
 
 class Engine:
     """Made by `initialize`. Holds the state; every method leaves it sharded as the plan says."""
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        model: Model,
-        loss: Loss,
-        optimizer: optax.GradientTransformation,
-        schedule: optax.Schedule | None,
-        plan: Plan,
-    ):
-        self.config, self.mesh, self.plan = config, mesh, plan
-        self._model, self._loss, self._optimizer, self._schedule = model, loss, optimizer, schedule
-        self._points = use_points(plan, mesh, config.precision.compute)
-        abstract = {path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for path, leaf in plan.weights.items()}
-        self._elementwise = is_elementwise(optimizer, abstract)
-        self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    def __init__(self, blueprint: Blueprint):
+        self.config, self.mesh, self.plan = blueprint.config, blueprint.mesh, blueprint.plan
+        self._blueprint = blueprint
         self._train_steps: dict[int, Any] = {}
-        self._eval_step = make_eval_step(model, loss, self._points)
+        self._eval_step = make_eval_step(blueprint.model, blueprint.loss, blueprint.points)
         self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self.state = init_state(model, optimizer, plan, mesh, config.train.seed)
-        assert_placement(self.state, plan)
+        self.state = init_state(blueprint.model, blueprint.optimizer, self.plan, self.mesh, self.config.train.seed)
+        assert_placement(self.state, self.plan)
 
     @property
     def num_parameters(self) -> int:
@@ -98,16 +164,16 @@ class Engine:
     def step(self, batch: Any) -> Metrics:
         """One optimizer step over a batch of host (or device) arrays whose leading dimension is the global batch.
 
-        Returns float32/int32 device scalars: loss, weight, grad_norm (before clipping), skipped (steps so far that changed
-        nothing), skipped_in_a_row, learning_rate where the schedule is jzero's, and the loss's extra metrics.
+        Returns float32/int32 device scalars: loss, weight, grad_norm (before clipping), skipped (steps so far that
+        changed nothing), skipped_in_a_row, learning_rate where the schedule is jzero's, and the loss's extra metrics.
         """
-        num_micro_batches = self._micro_batches(batch)
-        self.state, metrics = self._train_step(num_micro_batches)(self.state, self.place(batch))
+        train_step = self._train_step(self._blueprint.micro_batches(batch))
+        self.state, metrics = train_step(self.state, self.place(batch))
         return metrics
 
     def evaluate(self, batch: Any) -> Metrics:
-        """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics); changes nothing."""
-        self._check_rows(_rows(batch))
+        """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics)."""
+        self._blueprint.check_rows(batch)
         return self._eval_step(self.state, self.place(batch))
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -115,23 +181,20 @@ class Engine:
         if fn not in self._applied:
 
             def applied(state: TrainState, *args: Any) -> Any:
-                params = bind_params(state.params, self._points)
-                return fn(self._model.bind(params, state.model_state, jnp.int32(0), train=False), *args)
+                params = bind_params(state.params, self._blueprint.points)
+                return fn(self._blueprint.model.bind(params, state.model_state, jnp.int32(0), train=False), *args)
 
             self._applied[fn] = jax.jit(applied)
         return self._applied[fn](self.state, *args)
 
     def place(self, batch: Any) -> Any:
         """A batch of host arrays on the mesh, rows split over the batch axes."""
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(self._batch_sharding, np.asarray(x)), batch
-        )
+        sharding = self._blueprint.batch_sharding
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), batch)
 
-    def lower_step(self, batch: Any) -> Any:
-        """The training step for a batch of (abstract) arrays, lowered, to look at or compile: jax.stages.Lowered."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch_sharding), batch)
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
-        return self._train_step(self._micro_batches(batch)).lower(state, shapes)
+    def lower_step(self, batch: Any) -> jax.stages.Lowered:
+        """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
+        return self._blueprint.lower_step(batch)
 
     def params(self) -> dict[str, np.ndarray]:
         """The weights the optimizer holds (float32 masters where there are any), whole, in true shapes, on the host."""
@@ -140,7 +203,7 @@ class Engine:
     def model(self) -> Any:
         """The user's model holding the current parameters in true shapes, in evaluation mode, to call."""
         params = {path: leaf.cut(self.state.params[path]) for path, leaf in self.plan.params.items()}
-        return self._model.bind(params, self.state.model_state, jnp.int32(0), train=False)
+        return self._blueprint.model.bind(params, self.state.model_state, jnp.int32(0), train=False)
 
     def report(self) -> RenderableType:
         """The start-up report: bytes a device by tree, what stayed whole and why."""
@@ -186,34 +249,15 @@ class Engine:
 
     def _train_step(self, num_micro_batches: int) -> Any:
         if num_micro_batches not in self._train_steps:
-            accumulate = self.config.precision.accumulate
-            grad_fn = make_grad_fn(
-                self._model, self._loss, self.plan, self.mesh, self._points, num_micro_batches, accumulate
-            )
-            self._train_steps[num_micro_batches] = make_train_step(
-                grad_fn,
-                self._optimizer,
-                self.plan,
-                self.mesh,
-                elementwise=self._elementwise,
-                num_micro_batches=num_micro_batches,
-                clip_norm=self.config.optimizer.clip_norm,
-                schedule=self._schedule,
-            )
+            self._train_steps[num_micro_batches] = self._blueprint.train_step(num_micro_batches)
         return self._train_steps[num_micro_batches]
 
-    def _micro_batches(self, batch: Any) -> int:
-        rows = _rows(batch)
-        self._check_rows(rows)
-        return _accumulation(self.config.train.model_copy(update={"global_batch_size": rows}), self.mesh)
 
-    def _check_rows(self, rows: int) -> None:
-        shards = _num_batch_shards(self.mesh)
-        if rows % shards:
-            raise ConfigError(
-                f"the batch has {rows} rows, which do not divide over {shards} devices of the batch axes "
-                f"(replica x data); give {rows - rows % shards or shards} or {rows + -rows % shards}."
-            )
+def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:
+    """Whether the configured batch is cut into micro-batches. The default size is not asked of who owns the loop."""
+    if "global_batch_size" not in train.model_fields_set:
+        return (train.accumulation_steps or 1) > 1
+    return _accumulation(train, mesh) > 1
 
 
 def _accumulation(train: TrainConfig, mesh: Mesh) -> int:

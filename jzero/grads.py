@@ -86,10 +86,10 @@ def make_grad_fn(
 ) -> Callable[..., tuple[LossSums, dict[str, jax.Array], dict[str, Any]]]:
     """fn(params, model_state, batch, fold) -> (LossSums, gradient of the loss total, new model state), engine `xla`.
 
-    batch: arrays of the global batch, leading dim split over the batch axes. Micro-batch j is rows j, j+k, j+2k, ...: the
-    split costs no communication, and which rows meet does not depend on the device count. fold: int32, the number of the
-    step's first micro-batch. Gradients have stored shapes and the placement of plan.gradients; summed over several
-    micro-batches they have dtype `accumulate`.
+    batch: arrays of the global batch, leading dim split over the batch axes. Micro-batch j is rows j, j+k, j+2k, ...:
+    the split costs no communication, and which rows meet does not depend on the device count. fold: int32, the number
+    of the step's first micro-batch. Gradients have stored shapes and the placement of plan.gradients; summed over
+    several micro-batches they have dtype `accumulate`.
     """
     loss_fn = make_loss_fn(model, loss, points, train=True)
     gathers = any(leaf.zero_axes for leaf in plan.params.values())
@@ -137,7 +137,7 @@ def _weighted(name: str, value: Any, weight: jax.Array) -> WeightedLoss:
     array = jnp.asarray(value)
     if array.ndim:
         raise ModelError(
-            f"{name} has shape {array.shape}: return a scalar (a mean over the batch) or jzero.WeightedLoss(total, weight)."
+            f"{name} has shape {array.shape}: return a scalar (a mean over the rows) or jzero.WeightedLoss."
         )
     return WeightedLoss(array.astype(jnp.float32) * weight, weight)
 

@@ -1,27 +1,26 @@
 """Reading JAX programs before compilation."""
 
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 from jax.extend import core
 
+Program = core.ClosedJaxpr | core.Jaxpr
 
-def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """Every equation of a program, those of nested programs (jit, scan, cond, custom_vjp, ...) after the one that holds them."""
-    for equation in jaxpr.eqns:
+
+def equations(program: Program) -> Iterator[core.JaxprEqn]:
+    """Every equation of a program, each followed by those of the programs it holds (jit, scan, cond, ...)."""
+    for equation in own_equations(program):
         yield equation
         for inner in subprograms(equation):
             yield from equations(inner)
 
 
-def subprograms(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The programs an equation holds as parameters."""
-    found = jax.tree.leaves(
-        list(equation.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)
-    )
-    return [_open(x) for x in found if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
+def own_equations(program: Program) -> list[core.JaxprEqn]:
+    """A program's own equations, without those of the programs they hold."""
+    return program.jaxpr.eqns if isinstance(program, core.ClosedJaxpr) else program.eqns
 
 
-def _open(program: Any) -> core.Jaxpr:
-    return program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+def subprograms(equation: core.JaxprEqn) -> list[Program]:
+    """The programs among an equation's parameters."""
+    values = [v for p in equation.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
+    return [v for v in values if isinstance(v, Program)]

@@ -81,7 +81,7 @@ class NNXModel:
         module = nnx.merge(self.graphdef, *self.abstract, copy=True)
         for path, variable in _variables(module, nnx.Param).items():
             variable.set_raw_value(params[path])
-            variable.set_metadata(on_get_value=_read, on_set_value=_refuse_write, jzero_path=path)
+            variable.set_metadata(on_get_value=_read, on_set_value=_refuse_write, **{_PATH: path})
         for path, variable in _variables(module, _NOT_PARAM).items():
             value = model_state[path]
             variable.set_raw_value(_fold_in(value, fold) if isinstance(variable, nnx.RngKey) else value)
@@ -134,6 +134,7 @@ def _build_abstract(build: Callable[[nnx.Rngs], Any]) -> tuple[nnx.Module, dict[
 
 
 _RANK = "jzero_created_rank"
+_PATH = "jzero_path"
 
 
 @contextlib.contextmanager
@@ -194,7 +195,7 @@ def _abstract_param(path: str, variable: Any, ranks: Mapping[str, int] | None) -
 
 
 def _host(values: Arrays) -> Arrays:
-    """Host copies, so that placing them does not start from one whole copy on a device. Random keys stay as they are."""
+    """Host copies: placing them must not start from a whole copy on one device. Random keys stay as they are."""
     return {p: v if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else np.asarray(v) for p, v in values.items()}
 
 
@@ -205,7 +206,7 @@ def _read(variable: Any, value: Any) -> Any:
 
 def _refuse_write(variable: Any, value: Any) -> Any:
     raise ModelError(
-        f"{variable.get_metadata()['jzero_path']}: the model writes this parameter while it runs (nnx.SpectralNorm does). "
+        f"{variable.get_metadata()[_PATH]}: the model writes this parameter while it runs, as nnx.SpectralNorm does. "
         "A parameter changes by the optimizer only; keep what the model writes in an nnx.Variable of another type."
     )
 

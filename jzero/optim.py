@@ -11,6 +11,7 @@ from jax.extend import core
 
 from jzero.config import OptimizerConfig
 from jzero.errors import ConfigError, ModelError
+from jzero.jaxprs import Program, own_equations, subprograms
 
 NOT_DECAYED = ("bias", "scale")
 
@@ -166,7 +167,7 @@ def _trace_update(tx: optax.GradientTransformation, params: dict[str, Any]) -> c
 
 def _program_is_elementwise(program: Any) -> bool:
     return not any(np.ndim(c) for c in _captured(program)) and all(
-        _equation_is_elementwise(equation) for equation in _equations(program)
+        _equation_is_elementwise(equation) for equation in own_equations(program)
     )
 
 
@@ -179,7 +180,7 @@ def _equation_is_elementwise(equation: Any) -> bool:
     if any(isinstance(x, core.Literal) and _shape(x) for x in equation.invars):
         return False
     if name in CALL_PRIMITIVES:
-        inner = _called(equation)
+        inner = subprograms(equation)
         return bool(inner) and all(map(_program_is_elementwise, inner))
     if name == "broadcast_in_dim":
         return not any(map(_shape, equation.invars))
@@ -189,28 +190,18 @@ def _equation_is_elementwise(equation: Any) -> bool:
 def _constants(program: Any) -> list[str]:
     """The operations of a program in order, with every number written into it."""
     found = [repr(c) for c in _captured(program)]
-    for equation in _equations(program):
+    for equation in own_equations(program):
         literals = (x.val for x in equation.invars if isinstance(x, core.Literal))
         settings = (v for v in equation.params.values() if isinstance(v, int | float))
         found += [equation.primitive.name, *map(repr, literals), *map(repr, settings)]
-        for inner in _called(equation):
+        for inner in subprograms(equation):
             found += _constants(inner)
     return found
 
 
-def _equations(program: core.ClosedJaxpr | core.Jaxpr) -> Sequence[Any]:
-    return program.jaxpr.eqns if isinstance(program, core.ClosedJaxpr) else program.eqns
-
-
-def _captured(program: core.ClosedJaxpr | core.Jaxpr) -> Sequence[Any]:
+def _captured(program: Program) -> Sequence[Any]:
     """The values a program closes over."""
     return program.consts if isinstance(program, core.ClosedJaxpr) else ()
-
-
-def _called(equation: Any) -> list[core.ClosedJaxpr | core.Jaxpr]:
-    """The programs among an equation's parameters."""
-    values = [v for p in equation.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
-    return [v for v in values if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]
 
 
 def _shape(variable: Any) -> tuple[int, ...]:

@@ -277,7 +277,7 @@ def _own_spec(path: str, param: AbstractParam, axis_sizes: Mapping[str, int]) ->
         if param.shape[dim] % _extent(entry, axis_sizes):
             raise PlanError(
                 f"{path}: dim {dim} of size {param.shape[dim]} does not divide over {entry!r} of size "
-                f"{_extent(entry, axis_sizes)}, as the model's own sharding {param.spec} asks. Change the size or the axis."
+                f"{_extent(entry, axis_sizes)}, as the model's own {param.spec} asks. Change the size or the axis."
             )
     return spec
 

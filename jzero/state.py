@@ -20,8 +20,8 @@ class TrainState:
     """Everything a step changes. Arrays have stored shapes (padded where a split dim does not divide).
 
     step: int32, optimizer steps done, skipped ones included. params: at rest. master: wider copies the optimizer works
-    on, empty where it works on params. model_state: BatchNorm statistics, random keys and the like. skipped: int32, steps
-    that changed nothing. skipped_in_a_row: int32, how many of the last steps were skipped for non-finite values.
+    on, empty where it works on params. model_state: BatchNorm statistics, random keys and the like. skipped: int32,
+    steps that changed nothing. skipped_in_a_row: int32, how many of the last steps were skipped for non-finite values.
     """
 
     step: Any
@@ -101,17 +101,18 @@ def assert_placement(state: TrainState, plan: Plan) -> None:
         if (array.shape, array.dtype) != (leaf.stored_shape, leaf.dtype):
             faults.append(f"{name}: {array.dtype}{array.shape}, planned {leaf.dtype}{leaf.stored_shape}")
         elif not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            placed = max(shard.data.nbytes for shard in array.addressable_shards)
-            if placed != leaf.bytes_per_device(plan.axis_sizes):
-                faults.append(
-                    f"{name}: {placed} bytes on a device, planned {leaf.bytes_per_device(plan.axis_sizes)} ({leaf.spec})"
-                )
+            placed, wanted = (
+                max(s.data.nbytes for s in array.addressable_shards),
+                leaf.bytes_per_device(plan.axis_sizes),
+            )
+            if placed != wanted:
+                faults.append(f"{name}: {placed} bytes on a device, planned {wanted} ({leaf.spec})")
     if faults:
         raise PlanError("the state does not lie where the plan says:\n  " + "\n  ".join(faults[:12]))
 
 
 def named(state: TrainState) -> dict[str, Any]:
-    """The leaves of a state (or of a TrainState of LeafPlans) by name, stable across stages, meshes and device counts."""
+    """The leaves of a state (or of a TrainState of LeafPlans) by name, the same for any stage and device count."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, LeafPlan))
     return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
 

@@ -32,7 +32,7 @@ def make_train_step(
     other one is given padded leaves in their true shape. schedule: for the learning_rate metric, of applied steps.
 
     The gradient is the sum over the batch divided by the summed weight; its norm is taken once over every element, then
-    clipped to clip_norm. A step whose loss or norm is not finite, or whose weight is zero, changes nothing but counters.
+    clipped to clip_norm. A step whose loss or norm is not finite, or whose weight is zero, changes only counters.
     """
     placement = shardings(plan, mesh)
     sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.weights.items()}
@@ -104,7 +104,7 @@ def make_eval_step(model: Any, loss: Any, points: Any) -> Callable[[TrainState, 
 def _average_and_clip(
     gradients: Any, weights: Any, weight: jax.Array, clip_norm: float | None
 ) -> tuple[jax.Array, Any]:
-    """The global norm of the mean gradient (float32, before clipping) and the clipped gradient in the weights' dtypes."""
+    """The global norm of the mean gradient (float32, before clipping); the clipped gradient in the weights' dtypes."""
     scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)
     mean = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradients)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(mean)))

@@ -3,7 +3,7 @@ pad, reduce, scatter.
 
 A model reads its parameters through `Gathered`, a pytree node that holds the stored array and gathers it at the moment
 of reading. So the gather stands where the model's code stands: inside the scanned layer, inside the rematerialised
-block. Measured on jax 0.10.2 and 0.12 (NNX variables): a value hook alone misses `w.T`, `w.reshape`, `w.sum` and others,
+block. Measured on jax 0.10.2 and 0.12 (NNX variables): a value hook alone misses `w.T`, `w.reshape`, `w.sum` and more,
 which then see the stored array, silently wrong under padding; the node serves every kind of read.
 """
 
@@ -25,7 +25,7 @@ from jzero.plan import Plan, stored_dtype
 
 @dataclass(frozen=True)
 class UsePoint:
-    """How one parameter is read: shapes with stack dims, placement stored (whole model axes only) and of its gradient."""
+    """How one parameter is read: shapes with stack dims, its placement when gathered and that of its gradient."""
 
     path: str
     shape: tuple[int, ...]
@@ -45,8 +45,8 @@ class UsePoint:
         dropped = len(self.shape) - stored.ndim
         if self.dim is not None and self.dim < dropped:
             raise PlanError(
-                f"{self.path}: dim {self.dim} of {self.shape} is split over devices, but the model loops over it layer by "
-                "layer, so every device would gather the whole stack. Give jzero the function that builds the model "
+                f"{self.path}: dim {self.dim} of {self.shape} is split over devices, but the model loops over it layer "
+                "by layer, so every device would gather the whole stack. Give jzero the function that builds the model "
                 "(stacks made by nnx.vmap are then recognised) instead of the built model."
             )
         return _gather(self, dropped, stored)
@@ -105,7 +105,7 @@ def _full(spec: PartitionSpec, ndim: int) -> PartitionSpec:
 
 @jax.tree_util.register_pytree_node_class
 class Gathered:
-    """A stored parameter that gathers itself when read, in place of the array. Never gathers for shape, ndim or dtype."""
+    """A stored parameter that gathers itself when read, in place of the array. Shape, ndim and dtype never gather."""
 
     __slots__ = ("stored", "use")
 
@@ -208,4 +208,4 @@ def rematerialises(fn: Callable[..., Any], *args: Any) -> bool:
     overrule it: JAX applies the outermost policy inside inner blocks too (measured: every activation saved)."""
     # The primitive goes by other names in other versions of JAX; ask for it.
     remat = jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0).eqns[0].primitive
-    return any(equation.primitive is remat for equation in equations(jax.make_jaxpr(fn)(*args).jaxpr))
+    return any(equation.primitive is remat for equation in equations(jax.make_jaxpr(fn)(*args)))

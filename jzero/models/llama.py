@@ -14,8 +14,8 @@ from jax import Array
 
 from jzero.config import ModelConfig
 from jzero.errors import ModelError
-from jzero.models.attention import apply_rotary, causal_attention, rotary_angles
 from jzero.models.layers import make_layers, run_layers
+from jzero.models.rotary import apply_rotary, rotary_angles
 
 
 class RMSNorm(nnx.Module):
@@ -49,7 +49,8 @@ class Attention(nnx.Module):
         query = apply_rotary(split_heads(self.q_proj(x)), angles)
         key = apply_rotary(split_heads(self.k_proj(x)), angles)
         value = split_heads(self.v_proj(x))
-        mixed = causal_attention(query, key, value, self.implementation)
+        # Under a caller's strict dtype promotion this cannot be differentiated with bfloat16 inputs (jax 0.10.2, 0.12).
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=self.implementation)
         return self.o_proj(mixed.reshape(*x.shape[:-1], -1))
 
 

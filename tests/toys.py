@@ -1,0 +1,124 @@
+"""Small models, losses and batches that several test files train. The models are plain Flax NNX and know nothing of jzero.
+
+The sizes are odd, so that most leaves are padded on 2, 3 and 8 devices; 39 and 129 divide by 3.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jzero
+
+VOCAB, WIDTH, HIDDEN, LAYERS, LENGTH = 129, 13, 35, 2, 8
+
+
+class Block(nnx.Module):
+    """Pre-norm causal attention (one head) and MLP; the MLP's share is scaled by a learnable scalar."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm_1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.norm_2 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = jnp.split(self.qkv(self.norm_1(x)), 3, axis=-1)
+        scores = jnp.einsum("btd,bsd->bts", query, key).astype(jnp.float32) / WIDTH**0.5
+        causal = jnp.tri(x.shape[1], dtype=bool)
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e9)).astype(x.dtype)
+        x = x + self.out(jnp.einsum("bts,bsd->btd", weights, value))
+        return x + self.gain * self.down(nnx.gelu(self.up(self.norm_2(x))))
+
+
+class Decoder(nnx.Module):
+    """Tokens int [B, T] -> logits [B, T, VOCAB]; tied embedding, a 0-d temperature, rematerialised blocks.
+
+    scanned: the blocks are one stack that nnx.scan runs over, else an nnx.List. Both start from the same numbers.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, scanned: bool):
+        self.scanned = scanned
+        self.embedding = nnx.Param(0.1 * jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
+        self.log_scale = nnx.Param(jnp.zeros(()))
+        keys = jax.random.split(rngs.params(), LAYERS)
+        if scanned:
+            self.blocks = nnx.vmap(lambda key: Block(nnx.Rngs(params=key)))(keys)
+        else:
+            self.blocks = nnx.List([Block(nnx.Rngs(params=key)) for key in keys])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        run = nnx.remat(lambda block, x: block(x), prevent_cse=not self.scanned)
+        x = self.embedding[tokens]
+        if self.scanned:
+            x = nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+        else:
+            for block in self.blocks:
+                x = run(block, x)
+        return self.norm(x) @ self.embedding.T * jnp.exp(self.log_scale[...])
+
+
+class MLP(nnx.Module):
+    """x [B, 7] -> [B, 5]: the smallest thing with matrices, vectors and padding on 2, 3 and 8 devices."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(7, 35, rngs=rngs)
+        self.down = nnx.Linear(35, 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.tanh(self.up(x)))
+
+
+def scanned_decoder(rngs: nnx.Rngs) -> Decoder:
+    return Decoder(rngs, scanned=True)
+
+
+def listed_decoder(rngs: nnx.Rngs) -> Decoder:
+    return Decoder(rngs, scanned=False)
+
+
+def token_loss(model, batch: dict[str, jax.Array]) -> jzero.WeightedLoss:
+    """Cross-entropy of the next token, over the tokens that count."""
+    tokens = batch["tokens"]
+    return jzero.cross_entropy(model(tokens[:, :-1]), jnp.where(batch["counts"], tokens[:, 1:], -1))
+
+
+def token_batch(rows: int, step: int) -> dict[str, np.ndarray]:
+    """tokens int32 [rows, LENGTH + 1], mostly a fixed map of the token before; counts bool [rows, LENGTH].
+
+    How many tokens of a row count differs much between rows, none for some: a mean of means over devices or
+    micro-batches is another number than the mean.
+    """
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1))
+    for t in range(LENGTH):
+        follows = rng.random(rows) < 0.9
+        tokens[:, t + 1] = np.where(follows, (5 * tokens[:, t] + 1) % VOCAB, tokens[:, t + 1])
+    counts = np.arange(LENGTH) < (np.arange(rows) ** 2 % (LENGTH + 1))[:, None]
+    return {"tokens": tokens.astype(np.int32), "counts": counts}
+
+
+def square_loss(model, batch: dict[str, jax.Array]) -> jax.Array:
+    """Mean square error of x -> y; a scalar, so a mean over the rows."""
+    return jnp.mean(jnp.square(model(batch["x"]) - batch["y"]))
+
+
+def square_batch(rows: int, step: int) -> dict[str, np.ndarray]:
+    """x float32 [rows, 7], y float32 [rows, 5]."""
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(rows, 7)).astype(np.float32)
+    return {"x": x, "y": np.sin(3 * x[:, :5]) + x[:, 2:7]}
+
+
+def unstack(params: dict[str, np.ndarray], prefix: str = "blocks") -> dict[str, np.ndarray]:
+    """Flat parameters of a scanned model by the paths of its listed twin: blocks/up/kernel -> blocks/0/up/kernel, ..."""
+    flat = {}
+    for path, value in params.items():
+        head, _, rest = path.partition("/")
+        layers = range(len(value)) if head == prefix else ()
+        flat |= {f"{prefix}/{i}/{rest}": value[i] for i in layers} or {path: value}
+    return flat
