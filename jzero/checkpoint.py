@@ -1,12 +1,12 @@
-"""Saves and restores a flat dict of global arrays with Orbax: any device count, any padding, only complete steps.
+"""Saves and restores a flat dict of global arrays with Orbax, on any device count and padding, all or nothing.
 
-Orbax writes each device's part of every stored array and reads each device's part of the layout asked for. What it
-does not do is here and in `manifest`: true shapes under the padding, dtypes compared rather than cast, typed PRNG keys,
-checksums, and a step that exists only once it is complete. A step folder is an Orbax checkpoint all the same:
+Orbax writes each device's part of every stored array and reads each device's part of the layout asked for. What it does
+not do is here and in `manifest`: true shapes under the padding, dtypes compared rather than cast, typed PRNG keys,
+checksums, and steps that exist only once they are complete. A step folder is an Orbax checkpoint all the same:
 `ocp.StandardCheckpointer().restore(directory / "100")` opens it.
 
-Every process calls every method; process 0 alone writes manifests, renames and deletes. The directory must be on a
-file system that all processes see and whose renames are atomic.
+Every process calls every method; process 0 alone writes manifests, renames and deletes. The directory must be on a file
+system that all processes see and whose renames are atomic.
 """
 
 import json
@@ -52,8 +52,7 @@ class ArrayTarget:
     """One array as a restore shall return it.
 
     shape: the true shape; must be the checkpoint's. stored_shape: the shape of the array returned, in no dim smaller
-    than `shape`; zeros fill it up. dtype: must be the checkpoint's; typed PRNG keys have theirs. sharding: a
-    NamedSharding if dtype is a typed key's.
+    than `shape`; zeros fill it up. dtype: must be the checkpoint's; typed PRNG keys have theirs.
     """
 
     shape: tuple[int, ...]
@@ -75,10 +74,9 @@ class Checkpointer:
     """The checkpoints of one run, in one directory.
 
     keep_last: how many of the newest complete steps stay. keep_best: how many of the lowest eval losses stay besides
-    (0: none). Older steps are deleted only when a new one is complete; broken ones are left to the user.
-    asynchronous: `save` returns once the arrays are copied to the host (they may be donated at once), else once the
-    step is complete. An error in the background is raised, as a CheckpointError, by the next save, restore, wait or
-    close: so end with `close`.
+    (0: none). Others are deleted once a new step is complete; broken ones are left to the user. asynchronous: `save`
+    returns when the arrays may be donated, otherwise when the step is complete. What fails in the background is raised
+    by the next save, restore, wait or close: so end with `close`.
 
     Raises CheckpointError if the directory cannot be made or written, or holds checkpoints of another program.
     """
@@ -91,11 +89,16 @@ class Checkpointer:
         self._keep_best = keep_best
         self._asynchronous = asynchronous
         claim(self.directory)
-        # Compression saves an eighth of trained float32 weights and makes a save five times as long.
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+        # Compression takes an eighth off random float32 numbers and makes a save three to six times as long.
+        # A directory that Orbax fails to make in the background leaves its threads waiting for minutes.
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(use_compression=False),
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jzero_checkpoint")
         self._pending: tuple[int, int, Future[None]] | None = None
-        self._held: set[int] = set()  # steps on disk known to be this run's
+        self._held: set[int] = set()  # steps that hold what this run had at that step
+        self._damaged: set[int] = set()  # steps that look complete, but whose contents a restore found altered
 
     def save(
         self,
@@ -105,18 +108,19 @@ class Checkpointer:
         record: Mapping[str, Any],
         eval_loss: float | None = None,
     ) -> None:
-        """Saves a step. `shapes` are the true shapes: what an array holds beyond is not kept. `record` must be JSON.
+        """Saves a step. `shapes`: the true shapes; what an array holds beyond is not kept. `record`: JSON.
 
         A step that this object saved or restored is left as it is; one of the same number from an earlier run is
-        replaced. Refused if the directory has later steps, for a restore would take those.
+        replaced. Raises CheckpointError if this or the last save fails, or if the directory has later steps.
         """
         self.wait()
-        if step in self._held:
+        steps = self.steps()
+        if step in self._held and step in steps:
             return
-        if later := [other for other in self.steps() if other > step]:
+        if later := [other for other in steps if other > step]:
             raise CheckpointError(
-                f"step {step} cannot be saved to {self.directory}: it has the later steps {listing(later)}, and a restore "
-                "would take those. Save to another directory, or delete their folders."
+                f"step {step} cannot be saved to {self.directory}: it has the later steps {listing(later)}, and a "
+                "restore would take those. Save to another directory, or delete their folders."
             )
         loss = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else None
         manifest = Manifest(step, loss, _describe(arrays, shapes), _as_json(record))
@@ -129,16 +133,17 @@ class Checkpointer:
             self._orbax.save(self.directory / f"{step}{SAVING}", args=ocp.args.PyTreeSave(stored))
         except Exception as error:
             raise self._save_error(step, num_bytes, error) from error
+        self._damaged.discard(step)
         self._pending = (step, num_bytes, self._writer.submit(self._commit, manifest))
         if not self._asynchronous:
             self.wait()
 
     def restore(self, targets: Mapping[str, ArrayTarget], step: int | None = None) -> Restored:
-        """Reads `step`, or the newest intact one, into the targets' layout. No device ever holds more than its part.
+        """Reads `step`, or the newest intact one, into the targets' layout; each device reads only its part.
 
-        Without `step`, newer steps that are incomplete or damaged are passed over, with one logged warning each.
-        CheckpointError: there is no such step, `step` is broken, or names, true shapes or dtypes are not the targets'
-        (then all differences are listed).
+        Without `step`, newer steps that are incomplete or damaged are passed over, each with a logged warning. Raises
+        CheckpointError if there is no such step or `step` is broken, and if names, true shapes or dtypes are not the
+        targets'; then it lists all differences.
         """
         self.wait()
         for candidate in reversed(step_numbers(self.directory)) if step is None else [step]:
@@ -146,6 +151,7 @@ class Checkpointer:
                 manifest = read_manifest(self.directory, candidate)
                 assert_intact(self.directory, manifest)
             except BrokenStepError as broken:
+                self._damaged.add(candidate)
                 if step is not None:
                     raise self._broken(broken) from broken
                 logger.warning("%s; passed over", broken)
@@ -157,8 +163,8 @@ class Checkpointer:
         raise CheckpointError(f"{self.directory} has no complete checkpoint to restore")
 
     def steps(self) -> list[int]:
-        """The complete steps in order: every file is there and has its size. Only `restore` reads the contents too."""
-        return list(complete_steps(self.directory))
+        """The complete steps in order: every file is there, with its size. Contents are checked by `restore` alone."""
+        return list(self._complete())
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`."""
@@ -174,16 +180,17 @@ class Checkpointer:
         return {name: jax.ShapeDtypeStruct(entry.shape, _dtype(entry)) for name, entry in entries}
 
     def wait(self) -> None:
-        """Returns once the last save is complete; CheckpointError, naming directory and step, if it failed."""
+        """Returns once the last save is complete; raises CheckpointError, naming directory and step, if it failed."""
         if self._pending is None:
             return
         step, num_bytes, commit = self._pending
-        self._pending = None
         try:
             commit.result()
         except Exception as error:
             raise self._save_error(step, num_bytes, error) from error
         finally:
+            if commit.done():  # and not interrupted by Ctrl-C
+                self._pending = None
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices(f"jzero checkpoint {step}")
         self._held.add(step)
@@ -197,7 +204,7 @@ class Checkpointer:
             self._orbax.close()
 
     def _commit(self, manifest: Manifest) -> None:
-        """In the background, after Orbax: seal the step, give it its name, delete the steps that need not stay."""
+        """In the background, after Orbax: seals the step, gives it its name, deletes steps not to be kept."""
         saving, final = self.directory / f"{manifest.step}{SAVING}", self.directory / str(manifest.step)
         primary = jax.process_index() == 0
         try:
@@ -212,7 +219,7 @@ class Checkpointer:
                 delete_leftovers(self.directory)  # a full disk needs the room
             raise
         if primary:
-            losses = {step: found.eval_loss for step, found in complete_steps(self.directory).items()}
+            losses = {step: found.eval_loss for step, found in self._complete().items()}
             for step in losses.keys() - retained(losses, self._keep_last, self._keep_best):
                 delete(self.directory / str(step))
 
@@ -235,10 +242,14 @@ class Checkpointer:
         for name in empty:
             arrays[name] = jnp.zeros(plain[name].stored_shape, plain[name].dtype, device=plain[name].sharding)
         padded = {name: arrays.pop(name) for name, target in plain.items() if target.stored_shape != target.shape}
-        # On CPUs Orbax may hand several devices one and the same host buffer; the caller donates, so each gets its own.
+        # On CPUs several devices may have got one and the same host buffer; to be donated, each needs its own.
         owned = {name: jax.device_put(arrays.pop(name), plain[name].sharding, may_alias=False) for name in list(arrays)}
         owned |= _zero_beyond(padded, {name: plain[name] for name in padded})
         return {name: _typed(owned[name], manifest.arrays[name], target) for name, target in targets.items()}
+
+    def _complete(self) -> dict[int, Manifest]:
+        found = complete_steps(self.directory)
+        return {step: manifest for step, manifest in found.items() if step not in self._damaged}
 
     def _manifest(self, step: int) -> Manifest:
         try:
@@ -335,7 +346,7 @@ def _zero_beyond(arrays: dict[str, jax.Array], targets: Mapping[str, ArrayTarget
 
 
 def _is_key(dtype: Any) -> bool:
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _dtype_name(dtype: Any) -> str:

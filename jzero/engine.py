@@ -17,7 +17,7 @@ from rich.console import RenderableType
 
 from jzero.checkpoint import ArrayTarget, Checkpointer
 from jzero.config import Config, TrainConfig, make_config, plan_batch
-from jzero.errors import ConfigError
+from jzero.errors import ConfigError, UserError
 from jzero.grads import Loss, bind_params, make_grad_fn
 from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model, adapt
@@ -168,13 +168,13 @@ class Engine:
         changed nothing), skipped_in_a_row, learning_rate where the schedule is jzero's, and the loss's extra metrics.
         """
         train_step = self._train_step(self._blueprint.micro_batches(batch))
-        self.state, metrics = train_step(self.state, self.place(batch))
+        self.state, metrics = train_step(self._live_state, self.place(batch))
         return metrics
 
     def evaluate(self, batch: Any) -> Metrics:
         """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics)."""
         self._blueprint.check_rows(batch)
-        return self._eval_step(self.state, self.place(batch))
+        return self._eval_step(self._live_state, self.place(batch))
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(model, *args), jitted once per fn, on the sharded parameters in evaluation mode."""
@@ -185,7 +185,7 @@ class Engine:
                 return fn(self._blueprint.model.bind(params, state.model_state, jnp.int32(0), train=False), *args)
 
             self._applied[fn] = jax.jit(applied)
-        return self._applied[fn](self.state, *args)
+        return self._applied[fn](self._live_state, *args)
 
     def place(self, batch: Any) -> Any:
         """A batch of host arrays on the mesh, rows split over the batch axes."""
@@ -201,9 +201,11 @@ class Engine:
         return {path: leaf.cut(np.asarray(self.state.weights[path])) for path, leaf in self.plan.weights.items()}
 
     def model(self) -> Any:
-        """The user's model holding the current parameters in true shapes, in evaluation mode, to call."""
-        params = {path: leaf.cut(self.state.params[path]) for path, leaf in self.plan.params.items()}
-        return self._blueprint.model.bind(params, self.state.model_state, jnp.int32(0), train=False)
+        """The user's model holding copies of the current parameters in true shapes, in evaluation mode, to call."""
+        # Copies: the next step consumes the state's own arrays.
+        params, model_state = jax.tree.map(jnp.copy, (self._live_state.params, self._live_state.model_state))
+        params = {path: leaf.cut(params[path]) for path, leaf in self.plan.params.items()}
+        return self._blueprint.model.bind(params, model_state, jnp.int32(0), train=False)
 
     def report(self) -> RenderableType:
         """The start-up report: bytes a device by tree, what stayed whole and why."""
@@ -246,6 +248,16 @@ class Engine:
     def _checkpointer(self, directory: str | Path) -> "closing[Checkpointer]":
         keep_last = self.config.checkpoint.keep_last
         return closing(Checkpointer(Path(directory), keep_last=keep_last, keep_best=0, asynchronous=False))
+
+    @property
+    def _live_state(self) -> TrainState:
+        # Several devices given a consumed array end the process instead of raising (jax 0.10.2, CPU).
+        if any(array.is_deleted() for array in jax.tree.leaves(self.state)):
+            raise UserError(
+                "engine.state was consumed by a later step, which reuses its memory. Keep engine.params(), "
+                "engine.model() or a saved checkpoint instead of a state from before a step."
+            )
+        return self.state
 
     def _train_step(self, num_micro_batches: int) -> Any:
         if num_micro_batches not in self._train_steps:

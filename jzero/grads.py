@@ -120,6 +120,9 @@ def make_grad_fn(
         gradients = jax.tree.map(lambda g: jnp.zeros(g.shape, accumulate), shapes[1])
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
         (sums, gradients, model_state, _), _ = jax.lax.scan(add, (sums, gradients, model_state, fold), micro_batches)
+        # The placement the caller asks for would otherwise reach back into the loop (measured: at stage 1 every micro-batch
+        # then gathers the whole gradient once more).
+        gradients = jax.lax.with_sharding_constraint(gradients, placement)
         return sums, gradients, model_state
 
     return accumulated
@@ -133,13 +136,17 @@ def _split(array: jax.Array, num_micro_batches: int, mesh: Mesh) -> jax.Array:
 
 def _weighted(name: str, value: Any, weight: jax.Array) -> WeightedLoss:
     if isinstance(value, WeightedLoss):
-        return WeightedLoss(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.weight, jnp.float32))
-    array = jnp.asarray(value)
-    if array.ndim:
+        return WeightedLoss(_scalar(f"{name}.total", value.total), _scalar(f"{name}.weight", value.weight))
+    return WeightedLoss(_scalar(name, value) * weight, weight)
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    if not jnp.isscalar(value):
+        found = f"has shape {value.shape}" if hasattr(value, "shape") else f"is a {type(value).__name__}"
         raise ModelError(
-            f"{name} has shape {array.shape}: return a scalar (a mean over the rows) or jzero.WeightedLoss."
+            f"{name} {found}: return a scalar (a mean over the rows) or jzero.WeightedLoss(total, weight), two scalars."
         )
-    return WeightedLoss(array.astype(jnp.float32) * weight, weight)
+    return jnp.asarray(value).astype(jnp.float32)
 
 
 def _mean(sums: WeightedLoss) -> jax.Array:

@@ -1,11 +1,11 @@
-"""Step folders on disk: which of them are complete and intact, and what is in them. Knows neither JAX nor Orbax.
+"""Step folders on disk: which are complete, which intact, and what is in them. Knows neither JAX nor Orbax.
 
     <directory>/JZERO_CHECKPOINTS    says that the directory is ours
     <directory>/<step>/              one folder a step; its data files are the writer's business
     <directory>/<step>/jzero.json    its manifest, with the size and CRC-32 of every data file
 
-A step is written as `<step>.saving`, gets its manifest last (`seal`) and is then renamed. So a killed process leaves
-no half step behind, and whatever befalls a step later, a missing, truncated or altered file, shows in the manifest.
+A step is written as `<step>.saving`, gets its manifest last (`seal`) and is then renamed. So a killed process leaves no
+half step behind, and what befalls a step later, a missing, cut or altered file, is found by its manifest.
 """
 
 import json
@@ -26,7 +26,7 @@ FORMAT = 1
 MARKER = "JZERO_CHECKPOINTS"
 MANIFEST = "jzero.json"
 SAVING, DELETING = ".saving", ".deleting"
-_ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint")
+_ORBAX_FILES = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint"}
 _CHUNK_BYTES = 1 << 24
 
 
@@ -55,7 +55,7 @@ class Manifest:
 
 
 def claim(directory: Path) -> None:
-    """Makes the directory and marks it as ours; CheckpointError if it cannot be written or holds other checkpoints."""
+    """Makes the directory and marks it as ours; CheckpointError if that fails or it holds other checkpoints."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _assert_not_foreign(directory)
@@ -74,10 +74,9 @@ def _assert_not_foreign(directory: Path) -> None:
     if MARKER in names:
         return
     if MANIFEST in names:
-        raise CheckpointError(
-            f"{directory} is a single step of a checkpoint directory; give its parent {directory.parent}"
-        )
-    if foreign := sorted(name for name in names if _is_step(name) or name in _ORBAX_FILES):
+        raise CheckpointError(f"{directory} is one step of a checkpoint directory; give its parent {directory.parent}")
+    steps = {name for name in names if _is_step(name) and not (directory / name / MANIFEST).exists()}
+    if foreign := sorted(steps | names & _ORBAX_FILES):
         raise CheckpointError(
             f"{directory} holds checkpoints that jzero did not write ({listing(foreign)}). Give another directory."
         )
@@ -104,7 +103,7 @@ def complete_steps(directory: Path) -> dict[int, Manifest]:
 
 
 def read_manifest(directory: Path, step: int) -> Manifest:
-    """The manifest of a complete step; BrokenStepError if there is no such step or files are missing or cut."""
+    """The manifest of a complete step; BrokenStepError if it is not there or a file of it is missing or cut."""
     folder = directory / str(step)
     where = f"step {step} of {directory}"
     if not folder.exists():
@@ -148,7 +147,7 @@ def assert_intact(directory: Path, manifest: Manifest) -> None:
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest, with the checksums of the files now in `folder`: nothing may be written there afterwards."""
+    """Writes the manifest with the checksums of the files now in `folder`, which must not change any more."""
     body = json.dumps(asdict(replace(manifest, files=_read_files(folder))))
     with (folder / MANIFEST).open("w") as file:
         file.write(f'{{"format": {FORMAT}, "crc32": {zlib.crc32(body.encode())}, "manifest": {body}}}\n')
@@ -190,8 +189,10 @@ def delete_leftovers(directory: Path) -> None:
 
 
 def retained(eval_losses: Mapping[int, float | None], keep_last: int, keep_best: int) -> set[int]:
-    """Of {step: eval loss}, the steps to keep: the `keep_last` highest numbers and the `keep_best` lowest losses
-    (of equal ones the later). Steps without a loss are never best; the newest always stays."""
+    """Of {step: eval loss} the steps to keep: the `keep_last` newest and the `keep_best` of lowest loss.
+
+    Of equal losses the later step counts; without a loss a step is never best. The newest always stays.
+    """
     newest = sorted(eval_losses)[-max(keep_last, 1) :]
     by_loss = sorted((loss, -step) for step, loss in eval_losses.items() if loss is not None)
     return {*newest, *(-step for _, step in by_loss[:keep_best])}

@@ -51,9 +51,9 @@ class Model(Protocol):
 def adapt(model: Any) -> Model:
     """A Model of what the user brings. Raises ModelError for what jzero cannot drive."""
     if isinstance(model, nnx.Module):
-        return _adapt_nnx(model, None)
+        return _adapt_built(model)
     if callable(model) and not isinstance(model, type):
-        return _adapt_nnx(*_build_abstract(model), model)
+        return _adapt_function(model)
     raise ModelError(
         f"model is {model!r}: give a Flax NNX module or a function of nnx.Rngs that builds one, "
         "such as lambda rngs: MyModel(rngs=rngs)."
@@ -75,14 +75,20 @@ class NNXModel:
         assert self.build is not None, "a built module has values, not an init"
         with nnx.use_eager_sharding(False):  # placement is the plan's, not the variable's at its creation
             module = self.build(nnx.Rngs(key))
-        return _raw_values(_variables(module, nnx.Param)), _raw_values(_variables(module, _NOT_PARAM))
+        return _raw_values(_leaves(module, nnx.Param)), _raw_values(_leaves(module, _NOT_PARAM))
 
     def bind(self, params: Mapping[str, Any], model_state: Mapping[str, Any], fold: Any, *, train: bool) -> nnx.Module:
-        module = nnx.merge(self.graphdef, *self.abstract, copy=True)
-        for path, variable in _variables(module, nnx.Param).items():
+        abstract_params, abstract_state = self.abstract
+        # An array that is no variable cannot be set in the module afterwards.
+        state = [
+            (path, leaf if isinstance(leaf, nnx.Variable) else model_state[_name(path)])
+            for path, leaf in nnx.to_flat_state(abstract_state)
+        ]
+        module = nnx.merge(self.graphdef, abstract_params, nnx.from_flat_state(state), copy=True)
+        for path, variable in _leaves(module, nnx.Param).items():
             variable.set_raw_value(params[path])
             variable.set_metadata(on_get_value=_read, on_set_value=_refuse_write, **{_PATH: path})
-        for path, variable in _variables(module, _NOT_PARAM).items():
+        for path, variable in _leaves(module, nnx.All(nnx.Variable, _NOT_PARAM)).items():
             value = model_state[path]
             variable.set_raw_value(_fold_in(value, fold) if isinstance(variable, nnx.RngKey) else value)
         if not train:
@@ -90,56 +96,76 @@ class NNXModel:
         return module
 
     def collect(self, bound: nnx.Module) -> Arrays:
-        """Everything but random streams, which depend on (seed, step, micro-batch) and so never change."""
-        return {
-            path: variable.get_raw_value()
-            for path, variable in _variables(bound, _NOT_PARAM).items()
-            if not isinstance(variable, nnx.RngState)
-        }
+        """Everything but random streams, which depend on (seed, step, micro-batch) and so never change, and what
+        Module.sow leaves behind. Raises ModelError for a parameter that was written, and for state that is new or of
+        another shape or dtype."""
+        for path, variable in _leaves(bound, nnx.Param).items():
+            if not isinstance(variable.get_raw_value(), Gathered):
+                raise _written(path)
+        values = _raw_values(_leaves(bound, nnx.Not((nnx.Param, nnx.RngState, nnx.Intermediate))))
+        for path, value in values.items():
+            _assert_carried(path, self.model_state.get(path), value)
+        return values
 
 
 _NOT_PARAM = nnx.Not(nnx.Param)
 
 
-def _adapt_nnx(module: nnx.Module, ranks: Mapping[str, int] | None, build: Any = None) -> NNXModel:
-    params, state = _variables(module, nnx.Param), _variables(module, _NOT_PARAM)
+def _adapt_function(build: Callable[[nnx.Rngs], Any]) -> NNXModel:
+    """The model in shapes only, and the shape each parameter had when its layer created it.
+
+    A parameter that nnx.vmap stacked afterwards has more dims than that: those are its stack dims.
+    """
+    created: dict[str, tuple[int, ...]] = {}
+
+    def split() -> Any:
+        module = build(nnx.Rngs(0))
+        if not isinstance(module, nnx.Module):
+            raise ModelError(f"the model function returned {type(module).__name__}, not a Flax NNX module.")
+        leaves = _leaves(module, ...)
+        _assert_arrays(module, leaves)
+        for path, leaf in leaves.items():
+            if isinstance(leaf, nnx.Variable) and _CREATED in leaf.get_metadata():
+                created[path] = leaf.get_metadata()[_CREATED]
+                leaf.del_metadata(_CREATED)
+        return nnx.split(module, nnx.Param, ...)
+
+    with _recorded_shapes(), nnx.use_eager_sharding(False):
+        # Not nnx.eval_shape, which loses arrays that are no variables.
+        graphdef, *abstract = jax.eval_shape(split)
+    return _adapt(graphdef, abstract, created, build, None)
+
+
+def _adapt_built(module: nnx.Module) -> NNXModel:
     graphdef, *states = nnx.split(module, nnx.Param, ...)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(states))
+    params, state = (_raw_values(_flat(s)) for s in states)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states)
+    return _adapt(graphdef, abstract, None, None, (_host(params), _host(state)))
+
+
+def _adapt(
+    graphdef: Any, abstract: Any, created: Mapping[str, tuple[int, ...]] | None, build: Any, values: Any
+) -> NNXModel:
+    params, state = map(_flat, abstract)
+    if not params:
+        raise ModelError("the model has no parameters (nnx.Param), so there is nothing to train.")
     return NNXModel(
         graphdef,
-        abstract,
+        tuple(abstract),
         build,
-        {path: _abstract_param(path, variable, ranks) for path, variable in params.items()},
+        {path: _abstract_param(path, variable, created) for path, variable in params.items()},
         {path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in _raw_values(state).items()},
-        None if build else (_host(_raw_values(params)), _host(_raw_values(state))),
+        values,
     )
 
 
-def _build_abstract(build: Callable[[nnx.Rngs], Any]) -> tuple[nnx.Module, dict[str, int]]:
-    """The module in shapes only, and the rank each parameter had when its layer created it.
-
-    A parameter that nnx.vmap stacked afterwards has a higher rank than that: the difference is its stack dims.
-    """
-    with _recorded_ranks(), nnx.use_eager_sharding(False):
-        module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    if not isinstance(module, nnx.Module):
-        raise ModelError(f"the model function returned {type(module).__name__}, not a Flax NNX module.")
-    ranks = {
-        path: v.get_metadata()[_RANK] for path, v in _variables(module, nnx.Param).items() if _RANK in v.get_metadata()
-    }
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Variable) and _RANK in node.get_metadata():
-            node.del_metadata(_RANK)
-    return module, ranks
-
-
-_RANK = "jzero_created_rank"
+_CREATED = "jzero_created_shape"
 _PATH = "jzero_path"
 
 
 @contextlib.contextmanager
-def _recorded_ranks() -> Iterator[None]:
-    """Variables made inside keep the rank they were made with as metadata, which nnx.vmap carries along.
+def _recorded_shapes() -> Iterator[None]:
+    """Variables made inside keep the shape they were made with as metadata, which nnx.vmap carries along.
 
     Patches Variable.create_value, the method Flax documents for subclasses to override: a user's module creates plain
     nnx.Param, and nothing else tells a stack of biases from a matrix.
@@ -147,7 +173,7 @@ def _recorded_ranks() -> Iterator[None]:
     original = nnx.Variable.create_value
 
     def create_value(self: Any, value: Any) -> Any:
-        self.set_metadata(_RANK, jnp.ndim(value))
+        self.set_metadata(_CREATED, jnp.shape(value))
         return original(self, value)
 
     nnx.Variable.create_value = create_value
@@ -157,34 +183,77 @@ def _recorded_ranks() -> Iterator[None]:
         nnx.Variable.create_value = original
 
 
-def _variables(module: nnx.Module, kind: Any) -> dict[str, Any]:
-    """The distinct variables of a kind by path, shared ones once under their first path."""
-    found = dict(nnx.iter_graph(module))
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, kind))]
-    named = {"/".join(map(str, path)): found[path] for path in paths}
-    return {name: variable for name, variable in named.items() if variable.get_raw_value() is not None}
+def _leaves(module: nnx.Module, kind: Any) -> dict[str, Any]:
+    """The distinct variables of a kind by path, shared ones once under their first path, and the arrays that the module
+    holds without a variable."""
+    # A state holds copies of the variables; the module's own are wanted.
+    own = {_name(path): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
+    return {path: own.get(path, leaf) for path, leaf in _flat(nnx.state(module, kind)).items()}
 
 
-def _raw_values(variables: Mapping[str, Any]) -> Arrays:
-    values = {path: variable.get_raw_value() for path, variable in variables.items()}
+def _flat(state: Any) -> dict[str, Any]:
+    """Variables and arrays of a state by path; variables of None are left out."""
+    return {_name(path): leaf for path, leaf in nnx.to_flat_state(state) if _raw_value(leaf) is not None}
+
+
+def _name(path: Any) -> str:
+    return "/".join(map(str, path))
+
+
+def _raw_value(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _raw_values(leaves: Mapping[str, Any]) -> Arrays:
+    values = {path: _raw_value(leaf) for path, leaf in leaves.items()}
     for path, value in values.items():
         if not hasattr(value, "dtype"):
             raise ModelError(f"{path}: holds a {type(value).__name__}, not an array; jzero places arrays.")
     return values
 
 
-def _abstract_param(path: str, variable: Any, ranks: Mapping[str, int] | None) -> AbstractParam:
+def _assert_arrays(module: nnx.Module, leaves: Mapping[str, Any]) -> None:
+    """Raise ModelError for a variable that holds no array, and for a traced array that NNX does not see as one."""
+    _raw_values(leaves)
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, jax.Array) and _name(path) not in leaves:
+            raise ModelError(
+                f"{_name(path)}: an array that is no variable, which Flax NNX loses under jit. Make it an nnx.Variable "
+                "or nnx.data(array), or give jzero the built model instead of the function."
+            )
+
+
+def _assert_carried(path: str, before: Any, after: Any) -> None:
+    if before is None:
+        raise ModelError(
+            f"{path}: the model makes this while it runs. Make it when the model is built, or make it an "
+            "nnx.Intermediate, which is dropped after each micro-batch."
+        )
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        raise ModelError(
+            f"{path}: the model turns {before.dtype}{before.shape} into {after.dtype}{after.shape} while it runs; "
+            "state that is carried from step to step keeps its shape and dtype."
+        )
+
+
+def _abstract_param(path: str, variable: Any, created: Mapping[str, tuple[int, ...]] | None) -> AbstractParam:
     value = _raw_values({path: variable})[path]
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ModelError(
             f"{path}: an nnx.Param of dtype {value.dtype} has no gradient; make it an nnx.Variable of another type."
         )
-    if ranks is None:
+    if created is None:
         # A built module does not tell its stacks: assume one wherever that costs nothing.
         name = path.rsplit("/", 1)[-1]
         stack = int(value.ndim >= 3 or (value.ndim == 2 and name in ("bias", "scale")))
     else:
-        stack = value.ndim - ranks.get(path, value.ndim)
+        shape = created.get(path, value.shape)
+        stack = max(0, value.ndim - len(shape))
+        if stack and value.shape[stack:] != shape:
+            raise ModelError(
+                f"{path}: layers of {shape} are stacked to {value.shape}; jzero needs the stack in front "
+                "(out_axes=0 of nnx.vmap)."
+            )
     spec = nnx.get_partition_spec(variable).get_value() if "out_sharding" in variable.get_metadata() else ()
     entries = tuple(spec or ())
     if len(entries) == value.ndim - stack:
@@ -205,9 +274,13 @@ def _read(variable: Any, value: Any) -> Any:
 
 
 def _refuse_write(variable: Any, value: Any) -> Any:
-    raise ModelError(
-        f"{variable.get_metadata()[_PATH]}: the model writes this parameter while it runs, as nnx.SpectralNorm does. "
-        "A parameter changes by the optimizer only; keep what the model writes in an nnx.Variable of another type."
+    raise _written(variable.get_metadata()[_PATH])
+
+
+def _written(path: str) -> ModelError:
+    return ModelError(
+        f"{path}: the model writes or makes this parameter while it runs, as nnx.SpectralNorm does. Only the optimizer "
+        "changes parameters; keep what the model writes in an nnx.Variable of another type."
     )
 
 

@@ -61,10 +61,14 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan
     """The state of a seed, made in place: each device computes its own shards, and the values do not depend on them."""
     placement = shardings(plan, mesh)
     weight_plans = plan.master or plan.params
+    sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.weights.items()}
 
     def create(key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
         params, model_state = model.init(key)
-        return {p: leaf.pad(params[p].astype(leaf.dtype)) for p, leaf in weight_plans.items()}, model_state
+        padded = {p: leaf.pad(params[p].astype(leaf.dtype)) for p, leaf in weight_plans.items()}
+        # Computed in the optimizer's shards, which the padding was made for, whatever the placement at rest. Parameters
+        # split over fewer devices would otherwise be computed across the shards' borders, in other roundings (measured).
+        return jax.lax.with_sharding_constraint(padded, sharded), model_state
 
     def finish(weights: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         params = {path: weights[path].astype(leaf.dtype) for path, leaf in plan.params.items()}

@@ -49,6 +49,11 @@ class UsePoint:
                 "by layer, so every device would gather the whole stack. Give jzero the function that builds the model "
                 "(stacks made by nnx.vmap are then recognised) instead of the built model."
             )
+        if self.dim is not None and stored.shape[self.dim - dropped] != self.stored_shape[self.dim]:
+            raise PlanError(
+                f"{self.path}: {stored.shape} is no stack of layers, or layer, of {self.stored_shape}. Layers must be "
+                "stacked and looped over along the leading dim (axis 0 of nnx.vmap and nnx.scan)."
+            )
         return _gather(self, dropped, stored)
 
     def _sharding(self, spec: PartitionSpec, dropped: int) -> NamedSharding:
@@ -59,8 +64,10 @@ class UsePoint:
 def _gather(use: UsePoint, dropped: int, stored: jax.Array) -> jax.Array:
     # Cast before the gather: the wire then carries the compute dtype.
     array = jax.lax.with_sharding_constraint(stored.astype(use.compute_dtype), use._sharding(use.whole, dropped))
+    if use.dim is None or use.shape == use.stored_shape:
+        return array
     # Gather first, cut afterwards: a cut of the sharded array could not be even.
-    return jax.lax.slice(array, (0,) * array.ndim, use.shape[dropped:]) if use.shape != use.stored_shape else array
+    return jax.lax.slice_in_dim(array, 0, use.shape[use.dim], axis=use.dim - dropped)
 
 
 def _gather_forward(use: UsePoint, dropped: int, stored: jax.Array) -> tuple[jax.Array, None]:
@@ -68,8 +75,9 @@ def _gather_forward(use: UsePoint, dropped: int, stored: jax.Array) -> tuple[jax
 
 
 def _gather_backward(use: UsePoint, dropped: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    pad = [(0, s - n) for n, s in zip(use.shape[dropped:], use.stored_shape[dropped:], strict=True)]
-    if use.shape != use.stored_shape:
+    if use.dim is not None and use.shape != use.stored_shape:
+        pad = [(0, 0)] * cotangent.ndim
+        pad[use.dim - dropped] = (0, use.stored_shape[use.dim] - use.shape[use.dim])
         cotangent = jnp.pad(cotangent, pad)
     # Whole and then shard. With the second alone, XLA gathers every device's activations to compute its own
     # slice of an embedding's gradient (measured on GPU and TPU programs).
@@ -130,7 +138,10 @@ class Gathered:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.use.shape[len(self.use.shape) - self.ndim :]
+        shape = list(jnp.shape(self.stored))
+        if self.use.dim is not None:
+            shape[self.use.dim - len(self.use.shape)] = self.use.shape[self.use.dim]
+        return tuple(shape)
 
     @property
     def size(self) -> int:

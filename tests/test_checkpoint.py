@@ -1,6 +1,7 @@
 """What is saved comes back bit for bit on any devices and padding, or not at all with a message that says why."""
 
 import contextlib
+import errno
 import logging
 import re
 import resource
@@ -177,13 +178,13 @@ def test_arrays_may_be_donated_right_after_an_asynchronous_save_and_after_a_rest
         jax.block_until_ready(arrays)
         checkpoints.save(1, arrays, shapes_of(targets), {})
         jax.block_until_ready(step(step(arrays)))
-        assert all(array.is_deleted() for array in arrays.values())
         for _ in range(5):
             restored = checkpoints.restore(targets).arrays
             assert_restored(restored, targets, values)
             buffers = [s.data.unsafe_buffer_pointer() for a in restored.values() for s in a.addressable_shards]
             assert len(set(buffers)) == len(buffers) == 8 * len(leaves)
             moved = step(step(restored))
+            assert all(array.is_deleted() for array in restored.values())
             assert_restored(moved, targets, {name: 2 * (2 * value + 1) + 1 for name, value in values.items()})
 
 
@@ -237,6 +238,9 @@ def test_saving_a_step_twice(tmp_path):
         save_small(checkpoints, 2, seed=20)
         save_small(checkpoints, 2, seed=21)  # the same run: nothing to do
         assert_small(checkpoints.restore(SMALL_TARGETS), 2, seed=20)
+        shutil.rmtree(tmp_path / "2")
+        save_small(checkpoints, 2, seed=22)  # the same run, but someone took it away
+        assert_small(checkpoints.restore(SMALL_TARGETS), 2, seed=22)
         save_small(checkpoints, 4)
     with open_checkpoints(tmp_path) as checkpoints:
         save_small(checkpoints, 4, seed=40)  # another run: replaced
@@ -247,6 +251,8 @@ def test_saving_a_step_twice(tmp_path):
         with pytest.raises(CheckpointError, match=r"step 3 cannot be saved to .*: it has the later steps 4"):
             save_small(checkpoints, 3)
         assert checkpoints.steps() == [2, 4]
+        save_small(checkpoints, 4, seed=42)  # gone back to 2 and come here anew: replaced
+        assert_small(checkpoints.restore(SMALL_TARGETS), 4, seed=42)
 
 
 def test_a_record_is_saved_as_it_was_and_must_be_json(tmp_path):
@@ -257,7 +263,7 @@ def test_a_record_is_saved_as_it_was_and_must_be_json(tmp_path):
         record["losses"].append(2.0)
         checkpoints.wait()
         assert checkpoints.read_record(1) == {"losses": [1.0]}
-        with pytest.raises(CheckpointError, match="must be JSON: .*ndarray"):
+        with pytest.raises(CheckpointError, match=r"must be JSON: .*ndarray"):
             checkpoints.save(2, arrays, shapes, {"loss": np.ones(1)})
 
 
@@ -353,6 +359,21 @@ def test_the_newest_intact_step_is_restored_and_the_others_named(three_steps, tm
         assert not list(tmp_path.glob("*.saving*")) + list(tmp_path.glob("*.deleting"))
 
 
+def test_after_a_damaged_step_the_run_goes_on_from_the_one_before(tmp_path):
+    with open_checkpoints(tmp_path) as checkpoints:
+        save_small(checkpoints, 4)
+        save_small(checkpoints, 6)
+    flip_a_bit(data_file(tmp_path / "6" / "d"))
+    with open_checkpoints(tmp_path, keep_last=1) as checkpoints:
+        assert_small(checkpoints.restore(SMALL_TARGETS), 4)
+        assert checkpoints.steps() == [4]
+        save_small(checkpoints, 5)
+        assert_small(checkpoints.restore(SMALL_TARGETS), 5)
+        save_small(checkpoints, 6)
+        assert_small(checkpoints.restore(SMALL_TARGETS), 6)
+        assert checkpoints.steps() == [6]
+
+
 def test_without_an_intact_step_nothing_is_restored(tmp_path):
     with open_checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() is None
@@ -364,50 +385,66 @@ def test_without_an_intact_step_nothing_is_restored(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close", "restore"])
-def test_an_error_in_the_background_reaches_the_next_call(tmp_path, call):
-    directory, aside = tmp_path / "run", tmp_path / "aside"
-    checkpoints = Checkpointer(directory, keep_last=1, keep_best=0, asynchronous=True)
+def test_an_error_in_the_background_reaches_the_next_call(tmp_path, monkeypatch, call):
+    def fail(folder, manifest):
+        raise OSError(errno.EIO, "the disk is on fire")
+
+    checkpoints = Checkpointer(tmp_path, keep_last=1, keep_best=0, asynchronous=True)
     save_small(checkpoints, 2)
     checkpoints.wait()
-    directory.rename(aside)
-    directory.write_text("in the way")
-    with pytest.raises(CheckpointError, match=f"saving step 4 to {directory} failed: ") as caught:
-        save_small(checkpoints, 4)  # may be found at once or later
-        {
-            "save": lambda: save_small(checkpoints, 6),
-            "wait": checkpoints.wait,
-            "close": checkpoints.close,
-            "restore": lambda: checkpoints.restore(SMALL_TARGETS),
-        }[call]()
+    with monkeypatch.context() as patched:
+        patched.setattr("jzero.checkpoint.seal", fail)
+        save_small(checkpoints, 4)
+        with pytest.raises(CheckpointError, match=f"saving step 4 to {tmp_path} failed: OSError: .*on fire") as caught:
+            {
+                "save": lambda: save_small(checkpoints, 6),
+                "wait": checkpoints.wait,
+                "close": checkpoints.close,
+                "restore": lambda: checkpoints.restore(SMALL_TARGETS),
+            }[call]()
     assert "Older checkpoints are untouched" in str(caught.value)
-    directory.unlink()
-    aside.rename(directory)
     if call == "close":
-        checkpoints = Checkpointer(directory, keep_last=1, keep_best=0, asynchronous=True)
-    assert_small(checkpoints.restore(SMALL_TARGETS), 2)
-    save_small(checkpoints, 6)
-    assert_small(checkpoints.restore(SMALL_TARGETS), 6)
+        checkpoints = Checkpointer(tmp_path, keep_last=1, keep_best=0, asynchronous=True)
+    assert_small(checkpoints.restore(SMALL_TARGETS), 2)  # told once, then it works again
+    save_small(checkpoints, 4)
+    assert_small(checkpoints.restore(SMALL_TARGETS), 4)
     checkpoints.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"JZERO_CHECKPOINTS", "4"}
+
+
+def test_a_directory_that_turns_into_a_file_stops_the_save(tmp_path):
+    directory, aside = tmp_path / "run", tmp_path / "aside"
+    with open_checkpoints(directory) as checkpoints:
+        save_small(checkpoints, 2)
+        checkpoints.wait()
+        directory.rename(aside)
+        directory.touch()
+        with pytest.raises(CheckpointError, match=f"saving step 4 to {directory} failed: NotADirectoryError"):
+            save_small(checkpoints, 4)
+        directory.unlink()
+        aside.rename(directory)
+        assert_small(checkpoints.restore(SMALL_TARGETS), 2)
 
 
 def test_a_full_disk_loses_no_older_step(tmp_path):
     leaves = {"w": ((512, 513), jnp.float32, 0)}
     targets = targets_on(1, leaves=leaves)  # one write: of several that fail Orbax leaves some to warn at random
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open_checkpoints(tmp_path, keep_last=1) as checkpoints:
-        checkpoints.save(2, place(values_of(leaves, 2), targets), shapes_of(targets), {})
-        checkpoints.wait()
+
+    def save(checkpoints, step):
+        checkpoints.save(step, place(values_of(leaves, step), targets), shapes_of(targets), {})
+
+    with open_checkpoints(tmp_path, keep_last=1, asynchronous=False) as checkpoints:
+        save(checkpoints, 2)
+        message = r"saving step 4 .* failed: (.|\n)*1,050,624 bytes; [\d,]+ bytes are free"
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited[1]))
-            with pytest.raises(
-                CheckpointError, match=r"saving step 4 .* failed: [^\0]*1,050,624 bytes; [\d,]+ bytes are"
-            ):
-                checkpoints.save(4, place(values_of(leaves, 4), targets), shapes_of(targets), {})
-                checkpoints.wait()
+            with pytest.raises(CheckpointError, match=message):
+                save(checkpoints, 4)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         assert_restored(checkpoints.restore(targets).arrays, targets, values_of(leaves, 2))
-        checkpoints.save(6, place(values_of(leaves, 6), targets), shapes_of(targets), {})
+        save(checkpoints, 6)
         assert_restored(checkpoints.restore(targets).arrays, targets, values_of(leaves, 6))
         assert {path.name for path in tmp_path.iterdir()} == {"JZERO_CHECKPOINTS", "6"}
 
@@ -421,7 +458,7 @@ def test_a_full_disk_loses_no_older_step(tmp_path):
         ("/proc/sys", None, "/proc/sys cannot be used: "),  # even root writes no files there
         ("foreign", "foreign/100/model.bin", r"did not write \(100\)"),
         ("orbax", "orbax/_CHECKPOINT_METADATA", r"did not write \(_CHECKPOINT_METADATA\)"),
-        ("run/6", "run/6/jzero.json", "run/6 is a single step .* give its parent .*run"),
+        ("run/6", "run/6/jzero.json", "run/6 is one step .* give its parent .*run"),
     ],
 )
 def test_a_directory_that_cannot_serve_is_refused_at_once(tmp_path, path, made, message):
@@ -440,8 +477,10 @@ def test_a_directory_with_other_files_can_serve(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with open_checkpoints("runs/a") as checkpoints:
         save_small(checkpoints, 1)
-    with open_checkpoints(tmp_path / "runs" / "a") as checkpoints:
-        assert_small(checkpoints.restore(SMALL_TARGETS), 1)
+    shutil.copytree("runs/a/1", "moved/1")
+    for directory in (tmp_path / "runs" / "a", "moved"):
+        with open_checkpoints(directory) as checkpoints:
+            assert_small(checkpoints.restore(SMALL_TARGETS), 1)
     with pytest.raises(CheckpointError, match="keep_last=0"):
         Checkpointer(tmp_path, keep_last=0, keep_best=0, asynchronous=True)
 
@@ -555,7 +594,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_step(tmp_path):
     leaves = {str(i): ((300, 50 + i), jnp.int32, None) for i in range(8)}
     targets, last = targets_on(1, leaves=leaves), 0
     for delay in (0.0, 0.03):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[1])
         deadline = time.monotonic() + 60
         while not (tmp_path / str(last + 5)).exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)

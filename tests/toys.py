@@ -115,10 +115,26 @@ def square_batch(rows: int, step: int) -> dict[str, np.ndarray]:
 
 
 def unstack(params: dict[str, np.ndarray], prefix: str = "blocks") -> dict[str, np.ndarray]:
-    """Flat parameters of a scanned model by the paths of its listed twin: blocks/up/kernel -> blocks/0/up/kernel, ..."""
+    """Flat parameters of a scanned model by the paths of its listed twin (whose own stay): blocks/up/kernel -> blocks/0/up/kernel, ..."""
     flat = {}
     for path, value in params.items():
         head, _, rest = path.partition("/")
-        layers = range(len(value)) if head == prefix else ()
+        layers = range(len(value)) if head == prefix and not rest[0].isdigit() else ()
         flat |= {f"{prefix}/{i}/{rest}": value[i] for i in layers} or {path: value}
     return flat
+
+
+def bytes_a_device(arrays) -> int:
+    """Bytes of a pytree of arrays on each device, read from the shards that are really there. Every device has the same."""
+    held: dict[jax.Device, int] = {}
+    for array in jax.tree.leaves(arrays):
+        for shard in array.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    (count,) = set(held.values())
+    return count
+
+
+def smallest_split(shape: tuple[int, ...], stack_ndim: int, count: int) -> int:
+    """Elements a device of an array split over `count` devices along the dim that pads least; () and stacks of () whole."""
+    size = int(np.prod(shape))
+    return min((size // n * -(-n // count) for n in shape[stack_ndim:]), default=size)
