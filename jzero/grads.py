@@ -17,7 +17,7 @@ from jzero.loss import WeightedLoss
 from jzero.mesh import BATCH_AXES
 from jzero.model_api import Model
 from jzero.plan import Plan
-from jzero.usepoint import Gathered, UsePoint, rematerialises, residual_policy
+from jzero.usepoint import Gathered, UsePoint, forget_weights
 
 Loss = Callable[[Any, Any], Any]
 
@@ -91,14 +91,12 @@ def make_grad_fn(
     of the step's first micro-batch. Gradients have stored shapes and the placement of plan.gradients; summed over
     several micro-batches they have dtype `accumulate`.
     """
-    loss_fn = make_loss_fn(model, loss, points, train=True)
     gathers = any(leaf.zero_axes for leaf in plan.params.values())
+    loss_fn = forget_weights(make_loss_fn(model, loss, points, train=True), points, gathers=gathers)
 
     def one(params: Any, model_state: Any, batch: Any, fold: Any) -> Any:
-        fn = loss_fn
-        if gathers and not rematerialises(loss_fn, params, model_state, batch, fold):
-            fn = jax.checkpoint(loss_fn, policy=residual_policy(points))
-        (_, (sums, model_state)), gradients = jax.value_and_grad(fn, has_aux=True)(params, model_state, batch, fold)
+        differentiate = jax.value_and_grad(loss_fn, has_aux=True)
+        (_, (sums, model_state)), gradients = differentiate(params, model_state, batch, fold)
         return sums, gradients, model_state
 
     if num_micro_batches == 1:
@@ -120,8 +118,8 @@ def make_grad_fn(
         gradients = jax.tree.map(lambda g: jnp.zeros(g.shape, accumulate), shapes[1])
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
         (sums, gradients, model_state, _), _ = jax.lax.scan(add, (sums, gradients, model_state, fold), micro_batches)
-        # The placement the caller asks for would otherwise reach back into the loop (measured: at stage 1 every micro-batch
-        # then gathers the whole gradient once more).
+        # The placement the caller asks for would otherwise reach back into the loop: at stage 1 every micro-batch then
+        # gathered the whole gradient once more (measured).
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
         return sums, gradients, model_state
 

@@ -20,6 +20,13 @@ def own_equations(program: Program) -> list[core.JaxprEqn]:
     return program.jaxpr.eqns if isinstance(program, core.ClosedJaxpr) else program.eqns
 
 
+def replace_equations(program: Program, new: list[core.JaxprEqn]) -> Program:
+    """The program with other equations of its own."""
+    if isinstance(program, core.Jaxpr):
+        return program.replace(eqns=new)
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=new))
+
+
 def subprograms(equation: core.JaxprEqn) -> list[Program]:
     """The programs among an equation's parameters."""
     values = [v for p in equation.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]

@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import PlanError
-from jzero.jaxprs import equations
+from jzero.jaxprs import Program, equations, own_equations, replace_equations
 from jzero.plan import Plan, stored_dtype
 
 
@@ -192,31 +194,73 @@ _MOVES = frozenset({"slice", "transpose", "reshape", "squeeze", "convert_element
 
 
 def residual_policy(points: Mapping[str, UsePoint]) -> Callable[..., bool]:
-    """A rematerialisation policy that saves everything a plain backward pass saves, except gathered weights.
+    """A rematerialisation policy that saves everything a plain backward pass saves, except weights as they were read.
 
     A gathered weight kept for the backward pass undoes stage 3. Refusing its name alone is not enough (its producer is
-    saved instead), so the gather's constraint is refused, and with it every cheap move (cut, transpose, reshape, cast)
-    of an array as large as a split weight.
+    saved instead), so the whole use point is refused, and with it every cheap move (cut, transpose, reshape, cast) of
+    an array as large as a weight.
     """
     sizes = {
         math.prod(shape[stack:])
         for use in points.values()
-        if use.dim is not None
         for shape in (use.shape, use.stored_shape)
-        for stack in range(use.dim + 1)
+        for stack in range((use.dim or 0) + 1)
     }
 
-    def saveable(primitive: Any, *avals: Any, **_: Any) -> bool:
-        if primitive.name == "sharding_constraint":
+    def saveable(primitive: Any, *avals: Any, **params: Any) -> bool:
+        if primitive is primitives.custom_vjp_call_p:
+            # JAX asks about a use point as a whole first.
+            inside = {e.primitive.name for e in own_equations(params["call_jaxpr"])}
+            return not inside <= {"sharding_constraint", *_MOVES}
+        if primitive is primitives.sharding_constraint_p:
             return False
         return not (primitive.name in _MOVES and any(getattr(a, "size", 0) in sizes for a in avals))
 
     return saveable
 
 
-def rematerialises(fn: Callable[..., Any], *args: Any) -> bool:
-    """Whether fn holds a rematerialised block of its own. Its gathers are then freed already, and residual_policy would
-    overrule it: JAX applies the outermost policy inside inner blocks too (measured: every activation saved)."""
-    # The primitive goes by other names in other versions of JAX; ask for it.
-    remat = jax.make_jaxpr(jax.checkpoint(jnp.sin))(0.0).eqns[0].primitive
-    return any(equation.primitive is remat for equation in equations(jax.make_jaxpr(fn)(*args)))
+def forget_weights(fn: Callable[..., Any], points: Mapping[str, UsePoint], *, gathers: bool) -> Callable[..., Any]:
+    """fn, whose backward pass reads the weights anew instead of keeping what the forward pass read.
+
+    gathers: reading a weight gathers it. A scan over layers forgets in its body, even where nothing is gathered: JAX
+    recomputes a scan as one, stacking the weights of all layers as they were read, at stages 1 and 2 a second copy of
+    the whole stack. A program that holds rematerialised blocks of its own is taken as it is: its gathers are freed
+    already, and JAX applies the outermost policy inside inner blocks too (measured: every activation saved).
+    """
+    policy = residual_policy(points)
+
+    def forgetful(*args: Any) -> Any:
+        program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        if any(equation.primitive is primitives.remat_p for equation in equations(program)):
+            return fn(*args)
+        stacks = {use.stored_shape for use in points.values()}
+        run = core.jaxpr_as_fun(_forget_in_scans(program, stacks, policy))
+        if gathers:
+            run = jax.checkpoint(run, policy=policy)
+        return jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves(args)))
+
+    return forgetful
+
+
+def _forget_in_scans(program: Program, stacks: set[tuple[int, ...]], policy: Callable[..., bool]) -> Program:
+    """The program with the body of every scan over one of the stacks rematerialised under the policy."""
+
+    def forget(equation: core.JaxprEqn) -> core.JaxprEqn:
+        if equation.primitive is primitives.jit_p:
+            body = _forget_in_scans(equation.params["jaxpr"], stacks, policy)
+        elif equation.primitive is primitives.scan_p and _scans_over(equation, stacks):
+            # The loops of a scan are separate programs, so there is nothing to keep XLA from merging.
+            run = jax.checkpoint(core.jaxpr_as_fun(equation.params["jaxpr"]), policy=policy, prevent_cse=False)
+            body = jax.make_jaxpr(run)(*equation.params["jaxpr"].in_avals)
+        else:
+            return equation
+        return equation.replace(params={**equation.params, "jaxpr": body})
+
+    return replace_equations(program, [forget(equation) for equation in own_equations(program)])
+
+
+def _scans_over(scan: core.JaxprEqn, stacks: set[tuple[int, ...]]) -> bool:
+    """Whether the scan takes one of the stacks apart, layer by layer."""
+    outside = [getattr(operand.aval, "shape", None) for operand in scan.invars]
+    inside = [getattr(aval, "shape", None) for aval in scan.params["jaxpr"].in_avals]
+    return any(x in stacks and x != y for x, y in zip(outside, inside, strict=True))

@@ -1,9 +1,9 @@
-"""Placement changes no number: every stage, device count, mesh, accumulation split and layer layout trains like one device."""
+"""Placement changes no number: any stage, device count, mesh, accumulation and layer layout trains like one device."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import jax
@@ -16,15 +16,15 @@ from flax import nnx
 import jzero
 from jzero.config import ModelConfig, make_config
 from jzero.model_api import adapt
-from jzero.models import build_model, unstack_layers
+from jzero.models import build_model
+from jzero.optim import is_elementwise
 
 STEPS, ROWS, SEED = 20, 96, 3  # 96 rows divide over 4 micro-batches on 3 and on 8 devices
-CLIP_NORM = 0.6  # the toy's gradient norm crosses it
+CLIP_NORM = 1.0  # the toy's gradient norm falls through it
 RTOL = 1e-5
 MODELS = {"scanned": toys.scanned_decoder, "listed": toys.listed_decoder}
-# With Adam's own eps of 1e-8, elements whose gradient is close to its rounding error make other numbers of another
-# order of summation: parameters then differ by up to 6e-5 of their leaf's largest, by 1e-7 in the losses.
-ADAM = optax.adam(1e-2, eps=1e-4)
+# At a rate of 1e-2 rows of the embedding cross zero, where the norm that follows is singular and roundings grow to 1e-3.
+ADAM = optax.adam(4e-3)
 
 token_batch = cache(toys.token_batch)
 
@@ -76,11 +76,16 @@ class Arm:
 
 @dataclass
 class Run:
-    """What a training left: float64 losses and norms [STEPS], parameters before and after by the listed model's paths."""
+    """What a training left: float64 losses and norms [STEPS], parameters before and after by the listed model's paths.
+
+    start_arrays: the engine's whole state before, as host arrays. micro_batch_rows: the numbers of rows its loss was
+    traced for.
+    """
 
     engine: Any
+    start_arrays: dict[str, np.ndarray]
     start: dict[str, np.ndarray]
-    micro_batch_rows: set[int]
+    micro_batch_rows: set[int] = field(default_factory=set)
     losses: np.ndarray = field(default_factory=lambda: np.zeros(0))
     grad_norms: np.ndarray = field(default_factory=lambda: np.zeros(0))
     params: dict[str, np.ndarray] = field(default_factory=dict)
@@ -94,7 +99,8 @@ def initialize(arm: Arm) -> Run:
         return toys.token_loss(model, batch)
 
     engine = jzero.initialize(MODELS[arm.layers], loss, ADAM, arm.config(), jax.devices()[: arm.devices])
-    return Run(engine, toys.unstack(engine.params()), rows_seen)
+    start_arrays = {name: np.array(array) for name, array in engine.arrays().items()}
+    return Run(engine, start_arrays, toys.unstack(engine.params()), rows_seen)
 
 
 def train(run: Run, batches: Sequence[Any] | None = None, unstack: Callable[..., Any] = toys.unstack) -> Run:
@@ -184,41 +190,40 @@ def test_the_reference_learns_and_is_clipped_now_and_then(reference):
     assert reference.grad_norms.min() < CLIP_NORM < reference.grad_norms.max()
     assert set(reference.params) == set(reference.start)
     for path, before in reference.start.items():
-        assert np.abs(reference.params[path] - before).max() > 1e-2, path
+        assert np.abs(reference.params[path] - before).max() > 1e-3, path
 
 
-# The whole product is `slow`. By default every pair of values of two factors still meets in some arm.
+# The whole product is `slow`. By default, on 3 and 8 devices every pair of values of two factors meets in some arm.
 
 PRODUCT = [Arm(*values) for values in product((0, 1, 2, 3), (1, 2, 3, 8), (1, 4), ("scanned", "listed"))]
 
 
-def in_pairs(arm: Arm) -> bool:
-    place, accumulation, layers = (2, 3, 8, 1).index(arm.devices), arm.accumulation == 4, arm.layers == "listed"
-    if arm.devices == 1:  # all stages are one program there, see the next test
-        return arm.stage == 0 and accumulation != layers
-    return (accumulation, layers) == ((arm.stage + place) % 2, (arm.stage // 2 + place) % 2)
+def by_default(arm: Arm) -> bool:
+    four, listed = arm.accumulation == 4, arm.layers == "listed"
+    if arm.devices < 3:
+        return (arm.stage, arm.devices, four, listed) in {(0, 1, True, True), (3, 2, True, True)}
+    place = int(arm.devices == 8)
+    return (four, listed) == ((arm.stage + place) % 2, (arm.stage // 2 + place) % 2)
 
 
-def mark_slow(arms: Sequence[Arm], by_default: Callable[[Arm], bool]) -> list[Any]:
+def mark_slow(arms: Sequence[Arm], default: Callable[[Arm], bool]) -> list[Any]:
     return [
-        pytest.param(arm, id=str(arm), marks=() if by_default(arm) else pytest.mark.slow)
+        pytest.param(arm, id=str(arm), marks=() if default(arm) else pytest.mark.slow)
         for arm in arms
-        if arm != Arm()
+        if arm != Arm()  # the reference itself
     ]
 
 
-@pytest.mark.parametrize("arm", mark_slow(PRODUCT, in_pairs))
+@pytest.mark.parametrize("arm", mark_slow(PRODUCT, by_default))
 def test_every_placement_trains_like_one_device(arm, start, reference):
     assert_agrees(run_arm(arm, start), reference)
 
 
-def test_the_default_arms_cover_all_pairs():
-    arms = [arm for arm in PRODUCT if in_pairs(arm)]
-    factors = ("stage", "devices", "accumulation", "layers")
-    for one, other in ((a, b) for a in factors for b in factors if a < b):
-        pairs = lambda arms, one=one, other=other: {(getattr(a, one), getattr(a, other)) for a in arms}
-        on_one = {(s, 1) for s in (1, 2, 3)} if {one, other} == {"stage", "devices"} else set()
-        assert {p for p in pairs(PRODUCT) if p not in on_one and p[::-1] not in on_one} <= pairs(arms), (one, other)
+def test_the_default_arms_hold_all_pairs():
+    arms = [arm for arm in PRODUCT if by_default(arm) and arm.devices >= 3]
+    for one, other in combinations(("stage", "devices", "accumulation", "layers"), 2):
+        pairs = lambda arms, one=one, other=other: {(getattr(arm, one), getattr(arm, other)) for arm in arms}
+        assert pairs(arms) == pairs([arm for arm in PRODUCT if arm.devices >= 3]), (one, other)
 
 
 def test_on_one_device_every_stage_is_the_same_plan():
@@ -239,12 +244,16 @@ MESHES = [
 ]
 
 
-def in_default_meshes(arm: Arm) -> bool:
-    """Stages and groups all meet, half of them on each mesh."""
-    return arm.group == "node" and arm.replica == (4 if (arm.stage % 2) == (arm.optimizer_group is None) else 2)
+def on_default_meshes(arm: Arm) -> bool:
+    return (arm.stage, arm.replica, arm.group, arm.optimizer_group) in {
+        (1, 2, "node", "all"),
+        (2, 4, "node", None),
+        (3, 2, "node", None),
+        (3, 4, "node", "all"),
+    }
 
 
-@pytest.mark.parametrize("arm", mark_slow(MESHES, in_default_meshes))
+@pytest.mark.parametrize("arm", mark_slow(MESHES, on_default_meshes))
 def test_hybrid_meshes_train_like_one_device(arm, start, reference):
     assert_agrees(run_arm(arm, start), reference)
 
@@ -285,19 +294,136 @@ def row_counted_twice(batches):
     ],
     ids=["nothing", "an element", "a moment", "a row"],
 )
-def test_the_comparison_sees_a_small_fault(break_arrays, break_batches, told, start, reference):
+def test_the_comparison_sees_a_small_fault(break_arrays, break_batches, told, reference):
     engine = reference.engine
+    shardings = {name: array.sharding for name, array in engine.arrays().items()}
     batches = [token_batch(ROWS, step) for step in range(STEPS)]
-    fresh = initialize(Arm()).engine
-    engine.load(fresh.arrays())
-    for batch in batches[:2]:  # moments that differ
+    # The state is donated to the steps: what they are given must be JAX's own.
+    engine.load(jax.device_put(reference.start_arrays, shardings, may_alias=False))
+    for batch in batches[:2]:
         engine.step(batch)
     engine.load(break_arrays(engine.arrays()))
-    again = Run(engine, reference.start, set())
-    train(again, break_batches(batches)[2:])
-    expected = Run(engine, reference.start, set(), reference.losses[2:], reference.grad_norms[2:], reference.params)
+    again = train(replace(reference), break_batches(batches)[2:])
+    expected = replace(reference, losses=reference.losses[2:], grad_norms=reference.grad_norms[2:])
     if told is None:
         assert_agrees(again, expected, rtol=0)
         return
     with pytest.raises(AssertionError, match=told):
         assert_agrees(again, expected)
+
+
+# bfloat16. Another order of summation rounds otherwise, so one device is matched loosely, measured: losses 2e-4, norms
+# 2e-2, parameters 6e-3 of the way they went. Stages on the same devices sum in the same order and agree to 2e-7.
+
+BF16 = [
+    Arm(stage, devices, accumulation, precision="bf16")
+    for devices, accumulation in ((8, 1), (3, 4))
+    for stage in (1, 2, 3)
+]
+
+
+def distance(run: Run, other: Run) -> float:
+    """Of the final parameters, as a part of the way `other` went from the start."""
+    flat = lambda params: np.concatenate([params[path].ravel() for path in sorted(other.params)])
+    way = np.linalg.norm(flat(other.params) - flat(other.start))
+    return float(np.linalg.norm(flat(run.params) - flat(other.params)) / way)
+
+
+@pytest.fixture(scope="module")
+def bf16_runs(start) -> Callable[[Arm], Run]:
+    return cache(lambda arm: run_arm(arm, start))
+
+
+@pytest.mark.parametrize("arm", mark_slow(BF16, lambda arm: arm.stage in ((1, 3) if arm.devices == 8 else (2,))))
+def test_bfloat16_trains_like_one_device_up_to_its_rounding(arm, bf16_runs):
+    one_device, run = bf16_runs(Arm(precision="bf16")), bf16_runs(arm)
+    np.testing.assert_allclose(run.losses, one_device.losses, rtol=1e-3)
+    np.testing.assert_allclose(run.grad_norms, one_device.grad_norms, rtol=0.05)
+    assert distance(run, one_device) < 0.02
+
+
+@pytest.mark.parametrize(
+    "arm", mark_slow([arm for arm in BF16 if arm.stage != 1], lambda arm: arm.devices == 8 and arm.stage == 3)
+)
+def test_bfloat16_stages_agree_closely_on_the_same_devices(arm, bf16_runs):
+    assert_agrees(bf16_runs(arm), bf16_runs(replace(arm, stage=1)))
+
+
+def test_bfloat16_learns_as_float32_does(bf16_runs, reference):
+    run = bf16_runs(Arm(precision="bf16"))
+    assert not np.array_equal(run.losses, reference.losses)
+    np.testing.assert_allclose(run.losses, reference.losses, rtol=2e-3)
+
+
+# The built-in model with the optimizer of the config: adamw, a schedule with warm-up, decay by mask.
+
+LLAMA = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
+
+
+def train_llama(stage: int, devices: int, scan_layers: bool) -> Run:
+    config = Arm(stage, devices).config()
+    config["model"] = {**LLAMA, "intermediate_size": 35, "initializer_range": 0.2, "scan_layers": scan_layers}
+    config["optimizer"] |= {"learning_rate": 4e-3, "warmup_steps": 3, "weight_decay": 0.1}
+    config["train"] |= {"num_steps": STEPS}
+    model = build_model(ModelConfig(**config["model"]), toys.VOCAB)
+    engine = jzero.initialize(model, toys.token_loss, None, config, jax.devices()[:devices])
+    unstack = lambda params: toys.unstack(params, "layers")
+    run = Run(engine, {}, unstack(engine.params()))
+    state = engine.state
+    whole = sum(a.nbytes for a in state.params.values())
+    # Every leaf of this model has a dim to split, so nothing at all is whole at stage 3.
+    assert toys.bytes_a_device(state.params) == whole // (devices if stage == 3 else 1)
+    return train(run, unstack=unstack)
+
+
+@pytest.fixture(scope="module")
+def llama_reference() -> Run:
+    run = train_llama(0, 1, scan_layers=True)
+    assert run.losses[-1] < run.losses[0] - 0.5
+    return run
+
+
+@pytest.mark.parametrize(
+    ("devices", "scan_layers"),
+    [(8, False), *(pytest.param(*arm, marks=pytest.mark.slow) for arm in ((8, True), (3, False), (3, True)))],
+)
+def test_llama_at_stage_3_trains_like_one_device(devices, scan_layers, llama_reference):
+    run = train_llama(3, devices, scan_layers)
+    for path, values in llama_reference.start.items():
+        np.testing.assert_array_equal(run.start[path], values, err_msg=path)
+    assert_agrees(run, llama_reference)
+
+
+# Optimizers that look across the elements of a leaf must see its true shape, though it is stored padded.
+
+ACROSS_ELEMENTS = {
+    "adafactor": optax.adafactor(0.05, min_dim_size_to_factor=4),
+    "lamb": optax.lamb(0.05, weight_decay=0.1),
+    "muon": optax.contrib.muon(0.05),
+}
+
+
+def train_mlp(stage: int, devices: int, optimizer: optax.GradientTransformation) -> Run:
+    config = {
+        "zero": {"stage": stage, "min_shard_elements": 0},
+        "optimizer": {"clip_norm": 1.0},
+        "train": {"global_batch_size": 24},
+    }
+    engine = jzero.initialize(toys.mlp, toys.square_loss, optimizer, config, jax.devices()[:devices])
+    assert any(leaf.padded for leaf in engine.plan.params.values()) == (devices > 1)
+    return train(Run(engine, {}, engine.params()), [toys.square_batch(24, step) for step in range(5)])
+
+
+@pytest.fixture(scope="module")
+def mlp_references() -> Callable[[str], Run]:
+    return cache(lambda name: train_mlp(0, 1, ACROSS_ELEMENTS[name]))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ACROSS_ELEMENTS)
+def test_optimizers_that_look_across_elements_see_true_shapes(name, stage, mlp_references):
+    run, reference = train_mlp(stage, 8, ACROSS_ELEMENTS[name]), mlp_references(name)
+    shapes = {path: jax.ShapeDtypeStruct(values.shape, values.dtype) for path, values in run.params.items()}
+    assert not is_elementwise(ACROSS_ELEMENTS[name], shapes)
+    # Such an optimizer would move the padded leaf otherwise than the true one.
+    assert_agrees(run, reference)

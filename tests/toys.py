@@ -1,4 +1,4 @@
-"""Small models, losses and batches that several test files train. The models are plain Flax NNX and know nothing of jzero.
+"""Small models, losses and batches that several test files train. The models are plain Flax NNX, unaware of jzero.
 
 The sizes are odd, so that most leaves are padded on 2, 3 and 8 devices; 39 and 129 divide by 3.
 """
@@ -13,14 +13,31 @@ import jzero
 VOCAB, WIDTH, HIDDEN, LAYERS, LENGTH = 129, 13, 35, 2, 8
 
 
+class Norm(nnx.Module):
+    """x / rms(x) * scale in float32, in x's dtype (strict promotion refuses what nnx.RMSNorm does in bfloat16)."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(WIDTH))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
+        return (wide * inverse * self.scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """x * factor in float32, in x's dtype: the scalar's gradient sums all of x, which loses its value in bfloat16."""
+    return (x.astype(jnp.float32) * factor.astype(jnp.float32)).astype(x.dtype)
+
+
 class Block(nnx.Module):
     """Pre-norm causal attention (one head) and MLP; the MLP's share is scaled by a learnable scalar."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.norm_1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.norm_1 = Norm()
         self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
-        self.norm_2 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.norm_2 = Norm()
         self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
         self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
         self.gain = nnx.Param(jnp.ones(()))
@@ -31,7 +48,7 @@ class Block(nnx.Module):
         causal = jnp.tri(x.shape[1], dtype=bool)
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e9)).astype(x.dtype)
         x = x + self.out(jnp.einsum("bts,bsd->btd", weights, value))
-        return x + self.gain * self.down(nnx.gelu(self.up(self.norm_2(x))))
+        return x + scale(self.down(nnx.gelu(self.up(self.norm_2(x)))), self.gain[...])
 
 
 class Decoder(nnx.Module):
@@ -42,14 +59,14 @@ class Decoder(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, scanned: bool):
         self.scanned = scanned
-        self.embedding = nnx.Param(0.1 * jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
+        self.embedding = nnx.Param(0.3 * jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
         self.log_scale = nnx.Param(jnp.zeros(()))
         keys = jax.random.split(rngs.params(), LAYERS)
         if scanned:
             self.blocks = nnx.vmap(lambda key: Block(nnx.Rngs(params=key)))(keys)
         else:
             self.blocks = nnx.List([Block(nnx.Rngs(params=key)) for key in keys])
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.norm = Norm()
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         run = nnx.remat(lambda block, x: block(x), prevent_cse=not self.scanned)
@@ -59,7 +76,7 @@ class Decoder(nnx.Module):
         else:
             for block in self.blocks:
                 x = run(block, x)
-        return self.norm(x) @ self.embedding.T * jnp.exp(self.log_scale[...])
+        return scale(self.norm(x) @ self.embedding.T, jnp.exp(self.log_scale[...]))
 
 
 class MLP(nnx.Module):
@@ -79,6 +96,10 @@ def scanned_decoder(rngs: nnx.Rngs) -> Decoder:
 
 def listed_decoder(rngs: nnx.Rngs) -> Decoder:
     return Decoder(rngs, scanned=False)
+
+
+def mlp(rngs: nnx.Rngs) -> MLP:
+    return MLP(rngs)
 
 
 def token_loss(model, batch: dict[str, jax.Array]) -> jzero.WeightedLoss:
@@ -115,7 +136,7 @@ def square_batch(rows: int, step: int) -> dict[str, np.ndarray]:
 
 
 def unstack(params: dict[str, np.ndarray], prefix: str = "blocks") -> dict[str, np.ndarray]:
-    """Flat parameters of a scanned model by the paths of its listed twin (whose own stay): blocks/up/kernel -> blocks/0/up/kernel, ..."""
+    """A scanned model's parameters by the paths of its listed twin, whose own stay: blocks/up -> blocks/0/up, ..."""
     flat = {}
     for path, value in params.items():
         head, _, rest = path.partition("/")
@@ -125,7 +146,7 @@ def unstack(params: dict[str, np.ndarray], prefix: str = "blocks") -> dict[str, 
 
 
 def bytes_a_device(arrays) -> int:
-    """Bytes of a pytree of arrays on each device, read from the shards that are really there. Every device has the same."""
+    """Bytes of a pytree of arrays on each device, read from the shards that are really there; all must hold as many."""
     held: dict[jax.Device, int] = {}
     for array in jax.tree.leaves(arrays):
         for shard in array.addressable_shards:
@@ -135,6 +156,6 @@ def bytes_a_device(arrays) -> int:
 
 
 def smallest_split(shape: tuple[int, ...], stack_ndim: int, count: int) -> int:
-    """Elements a device of an array split over `count` devices along the dim that pads least; () and stacks of () whole."""
+    """Elements a device of an array split over `count` devices along the dim that pads least; all of a scalar's."""
     size = int(np.prod(shape))
     return min((size // n * -(-n // count) for n in shape[stack_ndim:]), default=size)

@@ -1,0 +1,110 @@
+"""The examples and the configs: they run, they reach what they promise, and their comments' numbers are right."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jzero
+from jzero.config import load_config
+from jzero.mesh import axis_sizes
+from jzero.model_api import adapt
+from jzero.models import build_model
+from jzero.optim import make_optimizer
+from jzero.train import main
+
+REPOSITORY = Path(__file__).parent.parent
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+
+
+def comments(config: Path) -> str:
+    """The comment at the head of a config, without its marks."""
+    lines = config.read_text().split("\nmodel:")[0].splitlines()
+    assert all(line.startswith("#") for line in lines)
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
+
+
+# examples
+
+
+def test_digits_learns_and_restores(tmp_path):
+    source = (REPOSITORY / "examples" / "digits.py").read_text()
+    assert "python examples/digits.py" in source.split('"""')[1]
+    assert len(source.splitlines()) < 80
+    command = [sys.executable, str(REPOSITORY / "examples" / "digits.py")]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}  # this jzero, installed or not
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    results = [tuple(map(float, re.search(r"loss ([\d.]+)  accuracy ([\d.]+)$", line).groups())) for line in lines]
+    *epochs, restored = results
+    assert len(epochs) == 5
+    assert epochs[-1][1] > 0.95
+    assert epochs[-1][0] < epochs[0][0]
+    assert restored == pytest.approx(epochs[-1], abs=0.0021)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loop_that_reads_no_results_does_not_pile_up_programs():
+    """Fake devices wait for each other for ever once 32 programs are under way: jax 0.10.2 aborts the process."""
+
+    def loss(model: nnx.Linear, batch: dict[str, jax.Array]) -> jax.Array:
+        return optax.l2_loss(model(batch["x"])).mean()
+
+    engine = jzero.initialize(lambda rngs: nnx.Linear(512, 512, rngs=rngs), loss, optax.sgd(0.1))
+    batch = {"x": np.ones((64, 512), np.float32)}
+    for _ in range(3):
+        assert all(metric.is_ready() for metric in engine.step(batch).values())
+        assert all(metric.is_ready() for metric in engine.evaluate(batch).values())
+        assert engine.apply(lambda model, x: model(x), batch["x"]).is_ready()
+
+
+# configs
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_printed_config_loads_back_equal(path, tmp_path, capsys):
+    assert main(["--config", str(path), "--print-config"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path / "printed.yaml") == load_config(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_says_how_to_run_it(path):
+    told = comments(path)
+    (command,) = re.findall(r"^  (python -m jzero\.train .*)$", told, re.M)
+    _, _, _, option, file, *overrides = shlex.split(command)
+    assert (option, REPOSITORY / file) == ("--config", path)
+    assert load_config(path, overrides).train.run_dir == f"runs/{path.stem}"
+    assert "Hardware: " in told
+
+
+def test_llama_1b_takes_the_bytes_that_its_comment_says():
+    path = REPOSITORY / "configs" / "llama_1b.yaml"
+    config, told = load_config(path), comments(path)
+    optimizer = make_optimizer(config.optimizer, config.train.num_steps, None)
+
+    def plan(num_devices: int, vocab_size: int) -> jzero.Plan:
+        params = adapt(build_model(config.model, vocab_size)).params
+        axes = axis_sizes(config.mesh, num_devices)
+        return jzero.make_plan(params, axes, config.zero, config.precision, optimizer)
+
+    for name, size in plan(8, 257).bytes_per_device().items():
+        assert re.search(rf"^ +{name} +{size:,}\b", told, re.M), f"{name} {size:,}"
+    for number in (
+        sum(plan(8, 257).bytes_per_device().values()),
+        sum(plan(1, 257).bytes_per_device().values()),
+        plan(8, 257).num_parameters,
+        plan(8, 128_256).num_parameters,
+    ):
+        assert f"{number:,}" in told, f"{number:,}"

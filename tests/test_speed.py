@@ -1,0 +1,43 @@
+"""What jzero costs beside a hand-written step. The figures are ratios within one run: this machine's speed drifts."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ARMS = r"│ (.+?) +│ ([\d.]+) ms +│ ([\d.]+) +│"
+# A step of a third of a second or so, so that computing it outweighs calling it.
+SMALLER = ["data.sequence_length=64", "train.global_batch_size=16", "model.num_hidden_layers=2"]
+
+
+@pytest.mark.slow
+def test_one_device_at_stage_0_costs_no_more_than_a_plain_jitted_step():
+    ratios = []
+    for _ in range(3):  # a burst of other work on the machine spoils a run, not three
+        table = _bench("--rounds", "60", *SMALLER)
+        assert list(table) == ["plain jax.jit, one device", "jzero, one device, stage 0", "jzero, 8 devices, stage 3"]
+        ratios.append(table["jzero, one device, stage 0"][1])
+        print(table)
+        if ratios[-1] <= 1.03:
+            return
+    raise AssertionError(f"jzero / plain: {ratios}, want at most 1.03")
+
+
+def test_the_benchmark_times_three_arms_in_turn():
+    table = _bench("--rounds", "2", "model.hidden_size=32", "model.intermediate_size=64", *SMALLER)
+    assert table["plain jax.jit, one device"][1] == 1.0
+    assert all(milliseconds > 0 for milliseconds, _ in table.values())
+    assert len(table) == 3
+
+
+def _bench(*arguments: str) -> dict[str, tuple[float, float]]:
+    """(median milliseconds, ratio to the first arm) by arm."""
+    # Optimised machine code, unlike the rest of the suite.
+    flags = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "jzero.bench", "--config", str(ROOT / "configs/quickstart.yaml"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=flags, cwd=ROOT, check=True)
+    return {name: (float(ms), float(ratio)) for name, ms, ratio in re.findall(ARMS, done.stdout)}
