@@ -60,6 +60,7 @@ def prepare(
     config = make_config(config)
     start(config.runtime)
     mesh = make_mesh(config.mesh, devices)
+    accumulating = _accumulates(config.train, mesh)
     adapted = adapt(model)
     schedule = None
     if optimizer is None:
@@ -74,7 +75,7 @@ def prepare(
         config.precision,
         optimizer,
         adapted.model_state,
-        accumulating=_accumulates(config.train, mesh),
+        accumulating=accumulating,
     )
     return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan)
 

@@ -76,7 +76,7 @@ class LeafPlan:
         elements = math.prod(self.stored_shape)
         for entry in self.spec:
             elements //= _extent(entry, axis_sizes)
-        return elements * jnp.dtype(self.dtype).itemsize
+        return elements * self.dtype.itemsize
 
     def pad(self, array: Any) -> Any:
         """True shape to stored shape, zeros beyond; numpy in, numpy out."""

@@ -122,8 +122,10 @@ def named(state: TrainState) -> dict[str, Any]:
 
 
 def from_named(plan: Plan, arrays: Mapping[str, Any]) -> TrainState:
-    """The inverse of `named`."""
+    """The inverse of `named`. Raises PlanError unless the names are those of the plan's state."""
     tree = plan_tree(plan)
+    if odd := sorted(arrays.keys() ^ named(tree).keys()):
+        raise PlanError(f"these arrays are either given or planned, but not both: {', '.join(odd[:12])}")
     structure = jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, LeafPlan))
     return jax.tree.unflatten(structure, [arrays[name] for name in named(tree)])
 

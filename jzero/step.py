@@ -37,20 +37,7 @@ def make_train_step(
     placement = shardings(plan, mesh)
     sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.weights.items()}
 
-    def update(gradients: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
-        if not elementwise:
-            gradients, weights = (
-                {p: leaf.cut(tree[p]) for p, leaf in plan.weights.items()} for tree in (gradients, weights)
-            )
-            opt_state = map_leaves(lambda leaf, x: leaf.cut(x), plan.optimizer, opt_state)
-        # optax mixes int32 counts with float32, which a caller's strict promotion would refuse.
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(gradients, opt_state, weights)
-        weights = optax.apply_updates(weights, updates)
-        if not elementwise:
-            weights = {path: leaf.pad(weights[path]) for path, leaf in plan.weights.items()}
-            opt_state = map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
-        return jax.lax.with_sharding_constraint((weights, opt_state), (sharded, placement.opt_state))
+    update = _make_update(optimizer, plan, sharded, placement.opt_state, elementwise)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         sums, gradients, model_state = grad_fn(state.params, state.model_state, batch, state.step * num_micro_batches)
@@ -88,6 +75,29 @@ def make_train_step(
         return new_state, metrics
 
     return jax.jit(step, donate_argnums=0, out_shardings=(placement, placement.step))
+
+
+def _make_update(
+    optimizer: optax.GradientTransformation, plan: Plan, weight_shardings: Any, state_shardings: Any, elementwise: bool
+) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """update(gradients, opt_state, weights) -> (weights, opt_state), all in stored shapes and sharded."""
+
+    def update(gradients: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
+        if not elementwise:
+            gradients, weights = (
+                {p: leaf.cut(tree[p]) for p, leaf in plan.weights.items()} for tree in (gradients, weights)
+            )
+            opt_state = map_leaves(lambda leaf, x: leaf.cut(x), plan.optimizer, opt_state)
+        # optax mixes int32 counts with float32, which a caller's strict promotion would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(gradients, opt_state, weights)
+        weights = optax.apply_updates(weights, updates)
+        if not elementwise:
+            weights = {path: leaf.pad(weights[path]) for path, leaf in plan.weights.items()}
+            opt_state = map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
+        return jax.lax.with_sharding_constraint((weights, opt_state), (weight_shardings, state_shardings))
+
+    return update
 
 
 def make_eval_step(model: Any, loss: Any, points: Any) -> Callable[[TrainState, Any], Metrics]:

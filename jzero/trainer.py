@@ -22,7 +22,7 @@ from jzero.display import console_sink, say, summary_table
 from jzero.engine import Engine, initialize
 from jzero.errors import CheckpointError, NonFiniteError
 from jzero.loss import WeightedLoss, cross_entropy
-from jzero.mesh import axis_sizes
+from jzero.mesh import make_mesh
 from jzero.metrics import JsonlSink, MetricWriter, Row, Sink, TensorBoardSink, Throughput
 from jzero.models import build_model, generate
 from jzero.report import human_bytes
@@ -43,8 +43,8 @@ def run_training(config: Config, console: Console | None = None) -> int:
     """
     console = console or Console()
     directory = open_run_directory(config.train.run_dir)
-    sizes = axis_sizes(config.mesh, jax.device_count())
-    batch = plan_batch(config.train, sizes["replica"] * sizes["data"])
+    mesh = make_mesh(config.mesh)
+    batch = plan_batch(config.train, mesh.shape["replica"] * mesh.shape["data"])
     latest = find_start(config, directory)
     if latest is not None and latest >= config.train.num_steps:
         say(console, f"already complete: {directory.checkpoint(latest)} of {config.train.num_steps} steps")

@@ -80,7 +80,7 @@ def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> No
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, Any]:
-    """An engine on 8 devices at stage 3 that took three steps and was saved; what it held then, and its later losses."""
+    """An engine on 8 devices at stage 3, saved after three steps; what it held then, and its later losses."""
     directory = tmp_path_factory.mktemp("trained")
     engine = start()
     for _ in range(3):
@@ -123,7 +123,7 @@ print(len(jax.devices("cpu")))
 def test_exported_names_are_there_and_say_what_they_are():
     documented = {"initialize", "Engine", "Config", "load_config", "WeightedLoss", "cross_entropy", "Plan", "make_plan"}
     assert documented | {"JzeroError", "UserError", "__version__"} <= set(jzero.__all__)
-    assert dir(jzero) == jzero.__all__
+    assert dir(jzero) == sorted(jzero.__all__)
     for name in jzero.__all__:
         public = getattr(jzero, name)
         assert name == "__version__" or (public.__doc__ and public.__module__.startswith("jzero."))
@@ -146,13 +146,15 @@ def test_config_comes_in_any_form(tmp_path):
     assert {tuple(engine.mesh.shape.values()) for engine in engines} == {(1, 2, 1)}
 
 
-@pytest.mark.parametrize("devices", [1, 3, 8])
-def test_defaults_serve_any_number_of_devices(devices):
+def test_defaults_serve_any_number_of_devices():
     """Who owns the loop brings the batch: the default of train.global_batch_size binds nobody."""
-    engine = jzero.initialize(lambda rngs: Net(rngs), loss, devices=jax.devices()[:devices])
-    assert engine.config == jzero.Config()
-    first = [float(engine.step(BATCH)["loss"]) for _ in range(3)]
-    assert first[2] < first[0]
+    losses = []
+    for devices in (1, 3, 8):
+        engine = jzero.initialize(lambda rngs: Net(rngs), loss, devices=jax.devices()[:devices])
+        assert engine.config == jzero.Config()
+        losses.append([float(engine.step(BATCH)["loss"]) for _ in range(3)])
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
+    assert len(set(losses[0])) == 3
 
 
 @pytest.mark.parametrize(
@@ -161,12 +163,12 @@ def test_defaults_serve_any_number_of_devices(devices):
         ({"zero": {"stage": 4}}, r"zero\.stage"),
         ({"zero": {"stagee": 3}}, r"zero\.stagee"),
         ({"mesh": {"data": 5}}, r"mesh\.data = 5.*8 devices"),
-        ({"runtime": {"fake_devices": 3}}, r"runtime\.fake_devices = 3.*8 CPU devices"),
+        ({"runtime": {"platform": "gpu"}}, r"runtime\.platform = gpu, but JAX runs on cpu"),
         ({"train": {"global_batch_size": 20}}, r"train\.global_batch_size = 20: must be a multiple of 8 shards"),
         ({"train": {"global_batch_size": 32, "micro_batch_size": 3}}, r"train\.global_batch_size = 32"),
         (
             {"train": {"global_batch_size": 64, "micro_batch_size": 2, "accumulation_steps": 2}},
-            r"train\.global_batch_size = 64: must be train\.micro_batch_size \(2\) \* train\.accumulation_steps \(2\) \* 8",
+            r"train\.global_batch_size = 64: must be train\.micro_batch_size \(2\) .*steps \(2\) \* 8 shards = 32",
         ),
         ("no/such/file.yaml", r"no/such/file\.yaml"),
     ],
@@ -323,18 +325,21 @@ def test_checkpoint_of_one_device_opens_on_eight(tmp_path, trained):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+NUMBERS = {
+    f"p{size[0]}": np.arange(np.prod(size), dtype=np.float32).reshape(size) for size in ((7,), (9,), (30, 50), (13, 3))
+}
+
+
 class Counting(nnx.Module):
     """Parameters that hold 0, 1, 2, ..., of sizes that pad."""
 
     def __init__(self, rngs: nnx.Rngs):
-        for size in ((7,), (9,), (30, 50), (13, 3)):
-            name = "x".join(map(str, size))
-            setattr(self, f"p{name}", nnx.Param(jnp.arange(float(np.prod(size))).reshape(size)))
+        for name, value in NUMBERS.items():
+            setattr(self, name, nnx.Param(jnp.asarray(value)))
 
 
 @pytest.mark.parametrize("precision", ["fp32", {"preset": "bf16", "params": "bfloat16"}])
 def test_counted_numbers_survive_padding_from_eight_devices_to_three(tmp_path, precision):
-    numbers = {"x".join(map(str, s)): np.arange(np.prod(s), dtype=np.float32).reshape(s) for s in ((7,), (9,), (30, 50), (13, 3))}  # fmt: skip
     eight = start(3, 8, Counting(nnx.Rngs(0)), precision=precision)
     assert any(leaf.padded for leaf in eight.plan.params.values())
     eight.save(tmp_path)
@@ -343,10 +348,8 @@ def test_counted_numbers_survive_padding_from_eight_devices_to_three(tmp_path, p
     assert all(not value.any() for value in three.params().values())
     three.restore(tmp_path)
     for engine in (eight, three):
-        assert engine.params().keys() == {f"p{name}" for name in numbers}
-        for name, value in numbers.items():
-            assert engine.params()[f"p{name}"].dtype == np.float32
-            np.testing.assert_array_equal(engine.params()[f"p{name}"], value)
+        assert_same(engine.params(), NUMBERS)
+        assert {value.dtype for value in engine.params().values()} == {np.dtype(np.float32)}
 
 
 OTHER_MODELS = {
@@ -364,7 +367,7 @@ OTHER_MODELS = {
     ),
     "wider": (
         {"model": lambda rngs: Net(rngs, width=11)},
-        ["of another shape", "params/embed/kernel: (7, 10) in the checkpoint, (7, 11) here", "model_state/norm/mean"],
+        ["of another shape", "params/embed/kernel: (7, 10) in the checkpoint, (7, 11) here"],
     ),
     "renamed": (
         {"model": lambda rngs: Net(rngs, head="lm_head")},
@@ -401,7 +404,7 @@ def test_restoring_names_the_step_or_what_is_missing(tmp_path, trained):
     engine = trained["engine"]
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         engine.restore(tmp_path)
-    with pytest.raises(CheckpointError, match="step 7 of .* is not there"):
+    with pytest.raises(CheckpointError, match=r"step 7 of .* is not there"):
         engine.restore(trained["directory"], step=7)
     engine.restore(trained["directory"], step=3)
     assert int(engine.state.step) == 3
@@ -427,14 +430,25 @@ def test_arrays_that_are_no_state_are_refused_by_name(trained):
 # How the code hangs together.
 
 PACKAGE = Path(jzero.__file__).parent
-ORDER = """
-    errors config_section config_batch config_files config runtime mesh plan jaxprs optim loss usepoint model_api grads
-    state step manifest checkpoint report engine
-    data.tokenizer data.sources data.cache data.corpus data.pipeline data.loader data
-    rundir metrics display signals
-    models.rotary models.layers models.llama models.build models.generate models
-    trainer train bench
-""".split()
+ORDER = [
+    *(
+        "errors",
+        "config_section",
+        "config_batch",
+        "config_files",
+        "config",
+        "runtime",
+        "mesh",
+        "plan",
+        "jaxprs",
+        "optim",
+    ),
+    *("loss", "usepoint", "model_api", "grads", "state", "step", "manifest", "checkpoint", "report", "engine"),
+    *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),
+    *("rundir", "metrics", "display", "signals"),
+    *("models.rotary", "models.layers", "models.llama", "models.build", "models.generate", "models"),
+    *("trainer", "train", "bench"),
+]
 HOMES = {
     "orbax": {"checkpoint"},
     "grain": {"data.pipeline"},
@@ -492,7 +506,9 @@ def test_nothing_private_of_others_is_used():
             assert not private, f"{name}, line {line}: {imported}"
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
-                assert node.attr in own, f"{name}, line {node.lineno}: {ast.unparse(node)}"
+                assert node.attr in own or ast.unparse(node) == "os._exit", (
+                    f"{name}, line {node.lineno}: {ast.unparse(node)}"
+                )
 
 
 def test_modules_and_functions_stay_short():

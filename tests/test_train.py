@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,18 @@ def test_a_mistake_is_one_message_and_exit_code_2(config_file, override, told, c
 def test_a_missing_file_is_a_mistake(tmp_path, capsys):
     assert main(["--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)), reason="this machine may have a GPU")
+def test_a_platform_that_is_not_there_is_a_mistake(config_file):
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-m", "jzero.train", "--config", str(config_file), "runtime={platform: gpu, fake_devices: null}"],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "error: JAX finds no devices for JAX_PLATFORMS = cuda" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_help_and_mistakes_do_not_wait_for_jax(config_file):
