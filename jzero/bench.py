@@ -51,10 +51,9 @@ def measure(config: Config, rounds: int) -> dict[str, list[float]]:
     vocab_size = config.model.vocab_size or 257
     model = build_model(config.model, vocab_size)
     batch = {"tokens": np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1)).astype(np.int32)}
-    alone = {"mesh": {}, "zero": {"stage": 0}, "train": {"global_batch_size": rows, "num_steps": config.train.num_steps}}
-    one_device = make_config(
-        {**config.model_dump(mode="json", include={"model", "data", "precision", "optimizer", "runtime"}), **alone}
-    )
+    shared = config.model_dump(mode="json", include={"model", "data", "precision", "optimizer", "runtime"})
+    train = {"global_batch_size": rows, "num_steps": config.train.num_steps, "seed": config.train.seed}
+    one_device = make_config({**shared, "zero": {"stage": 0}, "train": train})
     one = initialize(model, language_model_loss, config=one_device, devices=jax.devices()[:1])
     all_devices = initialize(model, language_model_loss, config=config)
     plain = _plain_step(model, language_model_loss, one_device, batch)

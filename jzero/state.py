@@ -58,7 +58,7 @@ def shardings(plan: Plan, mesh: Mesh) -> TrainState:
 
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh, seed: int) -> TrainState:
-    """The state of a seed, made in place: each device computes its own shards, and the values do not depend on them."""
+    """The state of a seed, made in place: each device computes its own shards; values do not depend on placement."""
     placement = shardings(plan, mesh)
     weight_plans = plan.master or plan.params
     sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.weights.items()}
@@ -66,8 +66,8 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan
     def create(key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
         params, model_state = model.init(key)
         padded = {p: leaf.pad(params[p].astype(leaf.dtype)) for p, leaf in weight_plans.items()}
-        # Computed in the optimizer's shards, which the padding was made for, whatever the placement at rest. Parameters
-        # split over fewer devices would otherwise be computed across the shards' borders, in other roundings (measured).
+        # Computed in the optimizer's shards, which the padding was made for, whatever the placement at rest. Split over
+        # fewer devices they would be computed across the shards' borders, in other roundings (measured).
         return jax.lax.with_sharding_constraint(padded, sharded), model_state
 
     def finish(weights: dict[str, Any]) -> tuple[dict[str, Any], Any]:

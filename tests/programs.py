@@ -24,8 +24,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 class Instruction:
     """One operation of a compiled program.
 
-    arrays: what it returns. loops: the `while` operations around it, outermost first. runs: how often a step executes it
-    (None where the trip count of a loop is unknown).
+    arrays: what it returns. loops: the `while` operations around it, outermost first. runs: how often a step executes
+    it (None where the trip count of a loop is unknown).
     """
 
     name: str

@@ -126,8 +126,7 @@ def engine_of() -> Callable[[Case], jzero.Engine]:
 
 
 def assert_bytes(case: Case, engine: jzero.Engine) -> None:
-    """Every leaf of parameters and optimizer state holds on every device exactly the bytes counted by hand, and the plan
-    says so, by leaf and in sum."""
+    """Every leaf of the state holds on every device the bytes counted by hand, and the plan says so, also in sum."""
     state, bf16 = engine.state, case.precision == "bf16"
     trees: dict[str, tuple[dict[str, jax.Array], int, int]] = {
         "params": (state.params, case.params_ways, 2 if bf16 else 4),
@@ -227,8 +226,8 @@ def test_a_scalar_parameter_is_whole_everywhere_and_stays_a_scalar(case, engine_
     engine.save(tmp_path)
     engine.restore(tmp_path)
     adam = engine.state.opt_state[0]
-    trees = {"params": engine.state.params, "mu": adam.mu, "nu": adam.nu}
-    for tree, arrays in trees.items() | ({"master": engine.state.master} if engine.state.master else {}).items():
+    trees = {"params": engine.state.params, "mu": adam.mu, "nu": adam.nu, "weights": engine.state.weights}
+    for tree, arrays in trees.items():
         scalar = arrays["temperature"]
         assert (scalar.shape, len(scalar.addressable_shards)) == ((), case.devices), tree
         values = {float(shard.data) for shard in scalar.addressable_shards}
@@ -321,8 +320,8 @@ def test_no_device_holds_a_whole_leaf_while_the_state_is_made(zero, parts, stack
     whole = math.prod(leaf.shape) * 4
     most = max(m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes for m in spy.memory)
     if parts is None:
-        assert most >= whole  # what the measure sees where it is whole
+        assert most >= 2 * whole  # the measure sees whole leaves where there are any
     else:
-        # The weight and the three shard-sized arrays of random bits that it is made from.
         assert toys.bytes_a_device(engine.state.params) == pytest.approx(parts * whole, rel=0.02)
-        assert most < 0.6 * whole
+        # All arrays of a device together, mostly shards of random bits, are less than one whole leaf.
+        assert most < 0.8 * whole

@@ -98,10 +98,9 @@ def test_a_missing_file_is_a_mistake(tmp_path, capsys):
 @pytest.mark.skipif(any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)), reason="this machine may have a GPU")
 def test_a_platform_that_is_not_there_is_a_mistake(config_file):
     environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    done = subprocess.run(
-        [sys.executable, "-m", "jzero.train", "--config", str(config_file), "runtime={platform: gpu, fake_devices: null}"],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
+    override = "runtime={platform: gpu, fake_devices: null}"
+    command = [sys.executable, "-m", "jzero.train", "--config", str(config_file), override]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "error: JAX finds no devices for JAX_PLATFORMS = cuda" in done.stderr
     assert "Traceback" not in done.stderr
