@@ -31,7 +31,19 @@ _HOMES = {
     "make_plan": "plan",
 }
 
-__all__ = [*sorted(_HOMES), "__version__"]
+__all__ = [
+    "Config",
+    "Engine",
+    "JzeroError",
+    "Plan",
+    "UserError",
+    "WeightedLoss",
+    "cross_entropy",
+    "initialize",
+    "load_config",
+    "make_plan",
+]
+__version__"]
 __version__ = "0.1.0"
 
 

@@ -223,6 +223,7 @@ def test_padding_stays_zero(case, engine_of):
 def test_a_scalar_parameter_is_whole_everywhere_and_stays_a_scalar(case, engine_of, tmp_path):
     """Fault A03: a 0-d parameter has no dimension to cut."""
     engine = engine_of(case)
+    engine.step(batch(3))
     engine.save(tmp_path)
     engine.restore(tmp_path)
     adam = engine.state.opt_state[0]
