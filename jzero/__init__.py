@@ -38,12 +38,12 @@ __all__ = [
     "Plan",
     "UserError",
     "WeightedLoss",
+    "__version__",
     "cross_entropy",
     "initialize",
     "load_config",
     "make_plan",
 ]
-__version__"]
 __version__ = "0.1.0"
 
 

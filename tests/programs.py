@@ -5,32 +5,36 @@ Everything comes from the text of the optimised HLO (`compiled.as_text()`) and f
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
-Array = tuple[str, tuple[int, ...]]  # dtype as HLO writes it ("f32"), shape
+# XLA:TPU computes a reduce-scatter inside a fusion that calls a computation of this name.
+_TPU_REDUCE_SCATTER = "calls=%all-reduce-scatter"
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_GROUPS = re.compile(r"replica_groups=(?:mesh(?P<mesh>\[.*?\]).*?\{(?P<axes>.*?)\}|\[\d+,(?P<iota>\d+)\]|\{\{(?P<list>[\d,]+)\})")
 
 
 @dataclass(frozen=True)
 class Instruction:
     """One operation of a compiled program.
 
-    arrays: what it returns. loops: the `while` operations around it, outermost first. runs: how often a step executes
-    it (None where the trip count of a loop is unknown).
+    arrays: (dtype as HLO writes it, shape) of all it returns. loops: the `while` operations around it, outermost first.
+    runs: how often a step executes it, None where the trip count of a loop is unknown.
     """
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
     loops: tuple[str, ...]
     runs: int | None
     text: str
@@ -38,11 +42,15 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Collective:
-    """One array that a collective returns: an operation that XLA combined from several gives one each."""
+    """One array that a collective returns; an operation that XLA combined from several gives one of these for each.
+
+    group: how many devices take part together.
+    """
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
+    group: int | None
     loops: tuple[str, ...]
     runs: int | None
 
@@ -52,23 +60,36 @@ class Collective:
 
 
 def instructions(text: str) -> list[Instruction]:
-    """The operations that ENTRY reaches, those of a computation once for every place that calls it."""
+    """The operations that a step reaches, those of a computation once for every place that calls it."""
     computations, entry = _parse(text)
     return list(_walk(computations, entry, (), 1))
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every array that travels between devices in a compiled program, on CPU, GPU or TPU."""
-    found = []
+    """Every array that travels between devices, in a program for CPU, GPU or TPU."""
+    found, seen = [], set()
     for op in instructions(text):
-        kind = _kind(op)
-        if kind is None:
+        kind = "reduce-scatter" if _TPU_REDUCE_SCATTER in op.text else op.opcode.removesuffix("-start")
+        if kind not in KINDS:
             continue
-        arrays = op.arrays
-        if op.opcode in ("all-gather-start", "collective-permute-start"):  # operands first, then results
-            arrays = [a for a in arrays if a[1]][len([a for a in arrays if a[1]]) // 2 :]
-        found += [Collective(kind, dtype, shape, op.loops, op.runs) for dtype, shape in arrays]
+        # XLA:TPU spreads one collective over several fusions, each with a copy of the operation.
+        channel = _CHANNEL.search(op.text)
+        key = (channel[1], op.loops) if channel else op.name
+        if key not in seen:
+            seen.add(key)
+            found += [Collective(kind, d, s, _group(op.text), op.loops, op.runs) for d, s in _results(op)]
     return found
+
+
+def sizes(found: Iterable[Collective]) -> Counter[int]:
+    """How often each element count occurs: compilers transpose and reshape what they send."""
+    return Counter(c.size for c in found)
+
+
+def whole_arrays(text: str, shape: tuple[int, ...]) -> set[str]:
+    """Opcodes of the operations that make an array of that shape, beyond naming one that is there."""
+    naming = {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "optimization-barrier"}
+    return {op.opcode for op in instructions(text) if any(s == shape for _, s in op.arrays)} - naming
 
 
 def peak_bytes(compiled: Any) -> int:
@@ -79,20 +100,29 @@ def peak_bytes(compiled: Any) -> int:
 
 
 def temporary_bytes(compiled: Any) -> int:
-    """What a device holds beyond the arguments and results of the program."""
+    """What a device holds beyond the program's arguments and results."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def _kind(op: Instruction) -> str | None:
-    opcode = op.opcode.removesuffix("-start")
-    if opcode in KINDS:
-        return opcode
-    # XLA:TPU computes a reduce-scatter inside a fusion of this name.
-    return "reduce-scatter" if op.opcode == "fusion" and op.name.startswith("all-reduce-scatter") else None
+def _results(op: Instruction) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    if op.opcode in ("all-gather-start", "reduce-scatter-start", "collective-permute-start"):
+        arrays = tuple(array for array in op.arrays if array[1])
+        return arrays[len(arrays) // 2 :]  # the operands come first
+    return op.arrays
+
+
+def _group(text: str) -> int | None:
+    match = _GROUPS.search(text)
+    if match is None:
+        return None
+    if match["mesh"]:
+        extents = dict(re.findall(r"'(\w+)'=(\d+)", match["mesh"]))
+        return math.prod(int(extents[axis]) for axis in re.findall(r"'(\w+)'", match["axes"]))
+    return int(match["iota"]) if match["iota"] else match["list"].count(",") + 1
 
 
 def _parse(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str]:
-    """Computation name -> (name, result type, opcode, whole line) of each instruction; and the entry's name."""
+    """Computation name -> (name, result type, opcode, line) of each instruction; and the name of the entry."""
     computations: dict[str, list[tuple[str, str, str, str]]] = {}
     entry, current = "", []
     for line in text.splitlines():
@@ -100,33 +130,34 @@ def _parse(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str]:
             current = computations[header[2]] = []
             entry = header[2] if header[1] else entry
         elif match := _INSTRUCTION.match(line):
-            type_, rest = _split_type(match[2])
-            current.append((match[1], type_, rest.partition("(")[0], line))
+            result, rest = _split_result(match[2])
+            current.append((match[1], result, rest.partition("(")[0], line))
     return computations, entry
 
 
-def _split_type(text: str) -> tuple[str, str]:
-    """ "(f32[2]{0:T(8)}, s32[]) while(...)" -> its result type and what follows."""
+def _split_result(text: str) -> tuple[str, str]:
+    """`(f32[2]{0:T(8)}, s32[]) while(...)` -> the result type and the rest."""
     if not text.startswith("("):
-        type_, _, rest = text.partition(" ")
-        return type_, rest
+        result, _, rest = text.partition(" ")
+        return result, rest
     depth = 0
     for end, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if depth == 0:
             return text[: end + 1], text[end + 1 :].lstrip()
-    raise ValueError(f"unbalanced type: {text[:200]}")
+    raise ValueError(f"unbalanced: {text[:200]}")
 
 
 def _walk(computations: Any, name: str, loops: tuple[str, ...], runs: int | None) -> Iterator[Instruction]:
-    for instruction, type_, opcode, line in computations[name]:
-        arrays = tuple((dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(type_))
+    for instruction, result, opcode, line in computations[name]:
+        arrays = tuple((d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _ARRAY.findall(result))
         yield Instruction(instruction, opcode, arrays, loops, runs, line)
+        if _TPU_REDUCE_SCATTER in line:
+            continue
         inner, times = loops, runs
         if opcode == "while":
             trips = _TRIPS.search(line)
-            inner, times = (*loops, instruction), runs * int(trips[1]) if trips and runs is not None else None
-        for called in _CALLS.findall(line):
+            inner, times = (*loops, instruction), runs * int(trips[1]) if trips and runs else None
+        for called in _CALLED.findall(line):
             for target in re.findall(r"[\w.\-]+", called):
-                if target in computations:
-                    yield from _walk(computations, target, inner, times)
+                yield from _walk(computations, target, inner, times) if target in computations else ()
