@@ -51,7 +51,11 @@ class Net(nnx.Module):
         return getattr(self, self.head_name)(self.dropout(self.norm(x))) * self.gain
 
 
-def loss(model: Net, batch: Any) -> jax.Array:
+def linear(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Linear(7, 5, rngs=rngs)
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(jnp.square(model(batch["x"]) - batch["y"]))
 
 
@@ -139,7 +143,7 @@ def test_config_comes_in_any_form(tmp_path):
     path.write_text("zero: {stage: 2}\noptimizer: {learning_rate: 1e-2}\n")
     mapping = {"zero": {"stage": 2}, "optimizer": {"learning_rate": 1e-2}}
     forms = [mapping, path, str(path), jzero.load_config(path), jzero.Config(zero=ZeroConfig(stage=2))]
-    engines = [jzero.initialize(lambda rngs: Net(rngs), loss, None, form, jax.devices()[:2]) for form in forms]
+    engines = [jzero.initialize(linear, loss, None, form, jax.devices()[:2]) for form in forms]
     assert {engine.config for engine in engines[:4]} == {jzero.load_config(path)}
     assert [engine.config.optimizer.learning_rate for engine in engines] == [1e-2] * 4 + [1e-3]
     assert {engine.plan.stage for engine in engines} == {2}
@@ -150,7 +154,7 @@ def test_defaults_serve_any_number_of_devices():
     """Who owns the loop brings the batch: the default of train.global_batch_size binds nobody."""
     losses = []
     for devices in (1, 3, 8):
-        engine = jzero.initialize(lambda rngs: Net(rngs), loss, devices=jax.devices()[:devices])
+        engine = jzero.initialize(linear, loss, devices=jax.devices()[:devices])
         assert engine.config == jzero.Config()
         losses.append([float(engine.step(BATCH)["loss"]) for _ in range(3)])
     np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)

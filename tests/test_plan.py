@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import toys
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jzero.config import ModelConfig, make_config
@@ -231,6 +232,20 @@ def test_a_spec_that_does_not_fit_is_refused(leaf, told, stage):
         plan_of({"head/kernel": leaf}, stage, data=4, tensor=2)
     for part in told:
         assert part in str(error.value)
+
+
+class ForcedTable(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (101, 30)), out_sharding=("tensor", None))
+
+
+def test_a_models_forced_spec_is_refused_by_the_path_of_its_variable():
+    """Fault A01, second part: 101 rows over two devices, as the model itself asks."""
+    params = dict(adapt(lambda rngs: ForcedTable(rngs)).params)
+    assert params["table"].spec == ("tensor", None)
+    with pytest.raises(PlanError, match=r"table: dim 0 of size 101 .*'tensor' of size 2"):
+        plan_of(params, data=4, tensor=2)
+    assert plan_of(params, data=8).params["table"].spec == PartitionSpec("tensor", ("data",))
 
 
 # Dtypes
