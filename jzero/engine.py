@@ -169,13 +169,15 @@ class Engine:
         changed nothing), skipped_in_a_row, learning_rate where the schedule is jzero's, and the loss's extra metrics.
         """
         train_step = self._train_step(self._blueprint.micro_batches(batch))
-        self.state, metrics = train_step(self._live_state, self.place(batch))
-        return self._paced(metrics)
+        state, batch = self._live_state, self.place(batch)
+        self._settled(state.step)
+        self.state, metrics = train_step(state, batch)
+        return metrics
 
     def evaluate(self, batch: Any) -> Metrics:
         """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics)."""
         self._blueprint.check_rows(batch)
-        return self._paced(self._eval_step(self._live_state, self.place(batch)))
+        return self._settled(self._eval_step(self._live_state, self.place(batch)))
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(model, *args), jitted once per fn, on the sharded parameters in evaluation mode."""
@@ -186,7 +188,7 @@ class Engine:
                 return fn(self._blueprint.model.bind(params, state.model_state, jnp.int32(0), train=False), *args)
 
             self._applied[fn] = jax.jit(applied)
-        return self._paced(self._applied[fn](self._live_state, *args))
+        return self._settled(self._applied[fn](self._live_state, *args))
 
     def place(self, batch: Any) -> Any:
         """A batch of host arrays on the mesh, rows split over the batch axes."""
@@ -246,7 +248,7 @@ class Engine:
         self.load(restored.arrays)
         return restored.record
 
-    def _paced(self, result: Any) -> Any:
+    def _settled(self, result: Any) -> Any:
         """A program's result, on CPUs only once it is there. A loop that reads no results piles up programs, and with
         32 of them under way fake devices wait for each other until XLA aborts the process (measured on jax 0.10.2)."""
         return jax.block_until_ready(result) if self.mesh.devices.flat[0].platform == "cpu" else result

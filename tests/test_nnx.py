@@ -139,6 +139,18 @@ def rnn(cell: type[nnx.RNNCellBase], rngs: nnx.Rngs) -> nnx.RNN:
     return nnx.RNN(cell(5, 7, recurrent_kernel_init=nnx.initializers.lecun_normal(), rngs=rngs))
 
 
+def penalty(pair: Pair, x: jax.Array) -> jax.Array:
+    """A function of all parameters at once. (The leaves of nnx.state alone would be the stored, padded arrays.)"""
+    params = jax.tree.leaves(nnx.to_pure_dict(nnx.state(pair, nnx.Param)))
+    return x + sum(jnp.mean(jnp.exp(p)) for p in params)
+
+
+def slope(pair: Pair, x: jax.Array) -> jax.Array:
+    """Derivatives by the input: the loss then differentiates the reads twice."""
+    run = lambda x: jnp.tanh(pair.b(jnp.tanh(pair.a(x))))
+    return jax.grad(lambda x: jnp.sum(run(x)))(x) + jax.jvp(run, (x,), (jnp.ones_like(x),))[1]
+
+
 x_of = lambda layer, batch: layer(batch["x"])
 image_of = lambda layer, batch: layer(batch["image"])
 tokens_of = lambda layer, batch: layer(batch["tokens"])
@@ -173,6 +185,8 @@ LAYERS: dict[str, tuple[Callable[[nnx.Rngs], nnx.Module], Callable[[Any, Any], j
     "shared": (Shared, tokens_of),
     "arrays": (Arrays, x_of),
     "sow": pair(sow),
+    "penalty": pair(penalty),
+    "slope": pair(slope),
     "cond": pair(lambda m, x: nnx.cond(x.sum() > 0, lambda m, x: m.a(m.b(x)), lambda m, x: m.b(m.a(x)), m, x)),
     "switch": pair(lambda m, x: nnx.switch(1, [lambda m, x: m.a(x), lambda m, x: m.a(m.b(x))], m, x)),
     "jit": pair(lambda m, x: nnx.jit(lambda m, x: m.a(m.b(x)))(m, x)),

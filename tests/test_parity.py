@@ -444,7 +444,9 @@ CONTRIB = (
 @pytest.mark.parametrize("name", [*OPTAX.split(), *(f"contrib.{name}" for name in CONTRIB.split())])
 def test_every_optimizer_of_optax_trains_like_one_device(name):
     make = getattr(optax.contrib if name.startswith("contrib.") else optax, name.removeprefix("contrib."))
-    required = inspect.signature(make).parameters.get("learning_rate")
-    arguments = {"learning_rate": 0.01} if required and required.default is inspect.Parameter.empty else {}
+    parameters = inspect.signature(make).parameters
+    required = {name for name, p in parameters.items() if p.default is inspect.Parameter.empty}
+    arguments = {"learning_rate": 0.01} if "learning_rate" in required else {}
+    arguments |= {"key": 0} if "key" in parameters else {}
     # acprop divides by the second moment of one step before: 5e-5 measured, of others less than 1e-5.
     assert_agrees(train_mlp(3, 8, make(**arguments)), train_mlp(0, 1, make(**arguments)), params_rtol=1e-4)

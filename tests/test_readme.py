@@ -155,7 +155,8 @@ def test_table_of_stages_is_what_lies_on_the_devices(precision, stage):
     )
     batch = engine.place({"tokens": np.zeros((8, 17), np.int32)})
     state = engine.state
-    _, gradients, _ = jax.jit(grad_fn)(state.params, state.model_state, batch, jnp.int32(0))
+    with jax.numpy_dtype_promotion("standard"):  # jax's own attention has no bfloat16 gradient under strict promotion
+        _, gradients, _ = jax.jit(grad_fn)(state.params, state.model_state, batch, jnp.int32(0))
     trees = {"parameters": state.params, "gradients": gradients, "optimizer": (state.master, state.opt_state)}
     placed = {name: bytes_on_a_device(tree) for name, tree in trees.items()}
     assert table_row(precision, stage, placed, engine.num_parameters) in README

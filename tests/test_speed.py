@@ -17,7 +17,7 @@ SMALLER = ["data.sequence_length=64", "train.global_batch_size=16", "model.num_h
 @pytest.mark.slow
 def test_one_device_at_stage_0_costs_no_more_than_a_plain_jitted_step():
     ratios = []
-    for _ in range(3):  # a burst of other work on the machine spoils a run, not three
+    for _ in range(5):  # a burst of other work on the machine spoils a run, not five
         table = _bench("--rounds", "60", *SMALLER)
         assert list(table) == ["plain jax.jit, one device", "jzero, one device, stage 0", "jzero, 8 devices, stage 3"]
         ratios.append(table["jzero, one device, stage 0"][1])
