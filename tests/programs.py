@@ -21,7 +21,9 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
-_GROUPS = re.compile(r"replica_groups=(?:mesh(?P<mesh>\[.*?\]).*?\{(?P<axes>.*?)\}|\[\d+,(?P<iota>\d+)\]|\{\{(?P<list>[\d,]+)\})")
+_GROUPS = re.compile(
+    r"replica_groups=(?:mesh(?P<mesh>\[.*?\]).*?\{(?P<axes>.*?)\}|\[\d+,(?P<iota>\d+)\]|\{\{(?P<list>[\d,]+)\})"
+)
 
 
 @dataclass(frozen=True)
