@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
@@ -297,6 +298,9 @@ def test_rows_without_learning_rate_or_speed_still_make_a_line():
     assert out.getvalue() == "step 3/5  loss 1.0000  grad_norm 0.5\n"
 
 
+SHOW_CURSOR = b"\x1b[?25h"
+
+
 def test_a_terminal_gets_a_live_bar_that_ends_on_the_last_numbers():
     ours, theirs = pty.openpty()
     with open(theirs, "w") as terminal:
@@ -307,11 +311,15 @@ def test_a_terminal_gets_a_live_bar_that_ends_on_the_last_numbers():
         sink.write({"step": 3, "eval_loss": 0.5})
         sink.write(row(4, loss=0.625, tokens_per_second=2000.0))
         sink.close()
-        seen = os.read(ours, 100_000).decode()
+        seen = b""
+        # A read returns what has come so far.
+        while not seen.endswith(SHOW_CURSOR) and select.select([ours], [], [], 10)[0]:
+            seen += os.read(ours, 100_000)
     os.close(ours)
+    assert seen.endswith(SHOW_CURSOR)
+    seen = seen.decode()
     assert "step 4/4 " in re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", seen)
     assert "loss 0.6250  eval_loss 0.5000  2,000 tokens/s" in seen
-    assert "\x1b[?25h" in seen  # the cursor is back
 
 
 def test_the_summary_leaves_out_what_is_not_known():
