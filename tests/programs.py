@@ -88,10 +88,10 @@ def sizes(found: Iterable[Collective]) -> Counter[int]:
     return Counter(c.size for c in found)
 
 
-def whole_arrays(text: str, shape: tuple[int, ...]) -> set[str]:
-    """Opcodes of the operations that make an array of that shape, beyond naming one that is there."""
+def makers(text: str, shape: tuple[int, ...]) -> list[Instruction]:
+    """The operations that make an array of that shape, not those that name one which is there."""
     naming = {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "optimization-barrier"}
-    return {op.opcode for op in instructions(text) if any(s == shape for _, s in op.arrays)} - naming
+    return [op for op in instructions(text) if op.opcode not in naming and any(s == shape for _, s in op.arrays)]
 
 
 def peak_bytes(compiled: Any) -> int:

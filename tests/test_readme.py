@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import os
 import re
 import shlex
@@ -15,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jzero
 from jzero.config import load_config
+from jzero.data import make_data
 from jzero.engine import Blueprint, Engine, prepare
 from jzero.grads import make_grad_fn
 from jzero.models import build_model
@@ -155,7 +158,7 @@ def test_table_of_stages_is_what_lies_on_the_devices(precision, stage):
     )
     batch = engine.place({"tokens": np.zeros((8, 17), np.int32)})
     state = engine.state
-    with jax.numpy_dtype_promotion("standard"):  # jax's own attention has no bfloat16 gradient under strict promotion
+    with jax.numpy_dtype_promotion("standard"):  # jax's own attention refuses bfloat16 under strict promotion
         _, gradients, _ = jax.jit(grad_fn)(state.params, state.model_state, batch, jnp.int32(0))
     trees = {"parameters": state.params, "gradients": gradients, "optimizer": (state.master, state.opt_state)}
     placed = {name: bytes_on_a_device(tree) for name, tree in trees.items()}
@@ -198,20 +201,41 @@ def test_your_own_model_takes_15_lines():
     assert len([line for line in PYTHON[0].splitlines() if line.strip()]) <= 15
 
 
-def test_other_commands_run_and_leave_the_run_directory_shown(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The run directory after all other commands of the README, each on something tiny."""
+    directory = tmp_path_factory.mktemp("readme")
     rest = [shlex.split(command) for command in COMMANDS if command not in SET_UP]
+    assert any("zero.stage=2" in command for command in rest)
     for program, *arguments in rest:
         assert program == "python"
         if arguments[0].startswith("examples/"):
             assert (REPOSITORY / arguments[0]).exists()  # test_examples runs it
             continue
-        cache, run_dir = f"data.cache_dir={tmp_path / 'cache'}", f"train.run_dir={tmp_path / 'run'}"
+        cache, run_dir = f"data.cache_dir={directory / 'cache'}", f"train.run_dir={directory / 'run'}"
         run([sys.executable, *arguments, *TINY, cache, run_dir], REPOSITORY)
+    return directory / "run"
+
+
+def test_run_directory_is_laid_out_as_shown(trained):
     layout = next(block for kind, block in BLOCKS if kind == "text" and block.startswith("runs/"))
     paths = [line.split()[0] for line in layout.splitlines()[1:]]
     assert len(paths) >= 5
     for path in paths:
-        assert (tmp_path / "run" / path.replace("/300/", "/4/")).exists(), path
+        assert (trained / path.replace("/300/", "/4/")).exists(), path
+
+
+def test_an_engine_restores_what_the_trainer_saved(trained):
+    config = load_config(trained / "config.yaml", ["zero.stage=1"])
+    model = build_model(config.model, vocab_size=257)
+    engine = jzero.initialize(model, language_model_loss, config=config, devices=jax.devices()[:2])
+    engine.restore(trained / "checkpoints")
+    assert int(engine.state.step) == 4
+    data = make_data(config.data, seed=config.train.seed, batch_size=config.train.global_batch_size)
+    with jax.numpy_dtype_promotion("standard"):  # as for the gradients above
+        losses = [engine.evaluate(batch)["loss"] for batch in data.validation_batches(config.train.eval_batches)]
+    last_row = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    assert float(np.mean(losses)) == pytest.approx(last_row["eval_loss"], rel=1e-3)
 
 
 # the rest
