@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from jzero.errors import UserError as UserError
     from jzero.loss import WeightedLoss as WeightedLoss
     from jzero.loss import cross_entropy as cross_entropy
+    from jzero.model_function import Function as Function
+    from jzero.model_linen import Linen as Linen
     from jzero.plan import Plan as Plan
     from jzero.plan import make_plan as make_plan
+    from jzero.usepoint import gather as gather
 
 _HOMES = {
     "Config": "config",
@@ -27,19 +30,25 @@ _HOMES = {
     "UserError": "errors",
     "WeightedLoss": "loss",
     "cross_entropy": "loss",
+    "Function": "model_function",
+    "Linen": "model_linen",
     "Plan": "plan",
     "make_plan": "plan",
+    "gather": "usepoint",
 }
 
 __all__ = [
     "Config",
     "Engine",
+    "Function",
     "JzeroError",
+    "Linen",
     "Plan",
     "UserError",
     "WeightedLoss",
     "__version__",
     "cross_entropy",
+    "gather",
     "initialize",
     "load_config",
     "make_plan",

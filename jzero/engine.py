@@ -15,12 +15,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import RenderableType
 
+from jzero.adapt import adapt
 from jzero.checkpoint import ArrayTarget, Checkpointer
 from jzero.config import Config, TrainConfig, make_config, plan_batch
 from jzero.errors import ConfigError, UserError
 from jzero.grads import Loss, bind_params, make_grad_fn
 from jzero.mesh import BATCH_AXES, Device, make_mesh
-from jzero.model_api import Model, adapt
+from jzero.model_api import Model
 from jzero.optim import decay_mask, is_elementwise, make_optimizer, make_schedule
 from jzero.plan import Plan, make_plan, map_leaves
 from jzero.report import plan_report

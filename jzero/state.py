@@ -76,10 +76,11 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan
         return params if plan.master else {}, map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
 
     out = (placement.weights, placement.model_state)
-    if model.values is None:
+    given = model.given(seed)
+    if given is None:
         weights, model_state = jax.jit(create, out_shardings=out)(jax.random.key(seed))
     else:
-        params, values = model.values
+        params, values = given
         host = {p: leaf.pad(params[p].astype(leaf.dtype)) for p, leaf in weight_plans.items()}
         # device_put may alias host memory, and the state is donated to every step: copy.
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=out)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core.meta import AxisMetadata
 from jax.extend import core
 from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -114,8 +115,11 @@ def _full(spec: PartitionSpec, ndim: int) -> PartitionSpec:
 
 
 @jax.tree_util.register_pytree_node_class
-class Gathered:
-    """A stored parameter that gathers itself when read, in place of the array. Shape, ndim and dtype never gather."""
+class Gathered(AxisMetadata[Any]):
+    """A stored parameter that gathers itself when read, in place of the array. Shape, ndim and dtype never gather.
+
+    Linen modules unbox their parameters as they read them; nn.scan and nn.vmap may take leading dims away before.
+    """
 
     __slots__ = ("stored", "use")
 
@@ -133,6 +137,16 @@ class Gathered:
         return self.use.read(self.stored)
 
     __jax_array__ = read
+    unbox = read
+
+    def replace_boxed(self, val: Any) -> "Gathered":
+        return Gathered(val, self.use)
+
+    def add_axis(self, index: int, params: Any) -> "Gathered":
+        return self
+
+    def remove_axis(self, index: int, params: Any) -> "Gathered":
+        return self
 
     @property
     def ndim(self) -> int:
@@ -169,11 +183,21 @@ class Gathered:
         return iter(self.read())
 
 
+def gather(tree: Any) -> Any:
+    """The tree with every parameter in it read: gathered, in true shape and compute dtype. For plain functions
+    (`jzero.Function(..., gathers=True)`), which call it on a layer's parameters where they use them."""
+    return jax.tree.map(_unwrap, tree, is_leaf=lambda x: isinstance(x, Gathered))
+
+
+def _unwrap(x: Any) -> Any:
+    return x.read() if isinstance(x, Gathered) else x
+
+
 def _operator(name: str) -> Callable[..., Any]:
     function = getattr(operator, f"__{name}__")
 
     def apply(self: Gathered, *others: Any) -> Any:
-        return function(self.read(), *(o.read() if isinstance(o, Gathered) else o for o in others))
+        return function(self.read(), *map(_unwrap, others))
 
     return apply
 

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import jzero
+from jzero.adapt import adapt
 from jzero.config import load_config
 from jzero.mesh import axis_sizes
-from jzero.model_api import adapt
 from jzero.models import build_model
 from jzero.optim import make_optimizer
 from jzero.train import main

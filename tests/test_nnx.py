@@ -15,10 +15,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.adapt import adapt
 from jzero.config import MeshConfig
 from jzero.errors import ModelError, PlanError
 from jzero.mesh import make_mesh
-from jzero.model_api import adapt
 from jzero.usepoint import Gathered, UsePoint
 
 ROWS = 6

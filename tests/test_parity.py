@@ -15,8 +15,8 @@ import toys
 from flax import nnx
 
 import jzero
+from jzero.adapt import adapt
 from jzero.config import ModelConfig, make_config
-from jzero.model_api import adapt
 from jzero.models import build_model
 from jzero.optim import is_elementwise
 

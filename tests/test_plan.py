@@ -13,9 +13,9 @@ import toys
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jzero.adapt import adapt
 from jzero.config import ModelConfig, make_config
 from jzero.errors import PlanError
-from jzero.model_api import adapt
 from jzero.models import build_model
 from jzero.plan import AbstractParam, LeafPlan, Plan, choose_dim, make_plan, map_leaves
 
