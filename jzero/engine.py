@@ -1,6 +1,7 @@
 """The engine: a sharded training state and the programs that step, evaluate, save and restore it. For users who own
 their loop; the trainer drives one too."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import RenderableType
 
 from jzero.checkpoint import ArrayTarget, Checkpointer
-from jzero.config import Config, TrainConfig, make_config, plan_batch
+from jzero.config import Config, PrecisionConfig, TrainConfig, make_config, plan_batch
 from jzero.errors import ConfigError, UserError
 from jzero.grads import Loss, bind_params, make_grad_fn
 from jzero.mesh import BATCH_AXES, Device, make_mesh
@@ -58,6 +59,7 @@ def prepare(
 ) -> "Blueprint":
     """What `initialize` builds its engine from, with nothing placed: absent devices (`jzero.mesh.topology`) will do."""
     config = make_config(config)
+    _warn_of_lost_updates(config.precision)
     start(config.runtime)
     mesh = make_mesh(config.mesh, devices)
     accumulating = _accumulates(config.train, mesh)
@@ -138,6 +140,8 @@ class Blueprint:
     def check_rows(self, batch: Any) -> int:
         """The rows of a batch. Raises ConfigError unless they divide over the devices of the batch axes."""
         rows, shards = _rows(batch), _num_batch_shards(self.mesh)
+        if rows == 0:
+            raise ConfigError("the batch has no rows.")
         if rows % shards:
             raise ConfigError(
                 f"the batch has {rows} rows, which do not divide over {shards} devices of the batch axes "
@@ -156,7 +160,7 @@ class Engine:
         self._eval_step = make_eval_step(blueprint.model, blueprint.loss, blueprint.points)
         self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.state = init_state(blueprint.model, blueprint.optimizer, self.plan, self.mesh, self.config.train.seed)
-        assert_placement(self.state, self.plan)
+        assert_placement(self.state, self.plan, self.mesh)
 
     @property
     def num_parameters(self) -> int:
@@ -166,7 +170,8 @@ class Engine:
         """One optimizer step over a batch of host (or device) arrays whose leading dimension is the global batch.
 
         Returns float32/int32 device scalars: loss, weight, grad_norm (before clipping), skipped (steps so far that
-        changed nothing), skipped_in_a_row, learning_rate where the schedule is jzero's, and the loss's extra metrics.
+        changed nothing), skipped_in_a_row, non_finite_leaf (the number in `plan.gradients` of the first leaf that is
+        not finite, -1: none), learning_rate where the schedule is jzero's, and the loss's extra metrics.
         """
         train_step = self._train_step(self._blueprint.micro_batches(batch))
         state, batch = self._live_state, self.place(batch)
@@ -233,7 +238,7 @@ class Engine:
     def load(self, arrays: Mapping[str, jax.Array]) -> None:
         """Take a state from arrays by name, as `targets` describes them."""
         state = from_named(self.plan, arrays)
-        assert_placement(state, self.plan)
+        assert_placement(state, self.plan, self.mesh)
         self.state = state
 
     def save(self, directory: str | Path, record: Mapping[str, Any] | None = None) -> None:
@@ -271,6 +276,15 @@ class Engine:
         if num_micro_batches not in self._train_steps:
             self._train_steps[num_micro_batches] = self._blueprint.train_step(num_micro_batches)
         return self._train_steps[num_micro_batches]
+
+
+def _warn_of_lost_updates(precision: PrecisionConfig) -> None:
+    if precision.params == "bfloat16" and precision.master is None:
+        warnings.warn(
+            "precision.master = null with precision.params = bfloat16: an update below 1/256 of a weight rounds "
+            "to nothing; precision.master: float32 keeps it",
+            stacklevel=3,
+        )
 
 
 def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:

@@ -21,6 +21,8 @@ from jzero.usepoint import Gathered, UsePoint, forget_weights
 
 Loss = Callable[[Any, Any], Any]
 
+_OWN_METRICS = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row", "non_finite_leaf"}
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def loss_sums(result: Any, batch: Any) -> LossSums:
         raise ModelError(f"the loss returned (loss, {type(extras).__name__}); the second must be a dict of metrics.")
     rows = jax.tree.leaves(batch)[0].shape[0]
     loss = _weighted("loss", value, jnp.float32(rows))
-    clash = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row"} & set(extras)
+    clash = _OWN_METRICS & set(extras)
     if clash:
         raise ModelError(
             f"extra metric {sorted(clash)[0]!r} has the name of one of jzero's own; call it something else."
@@ -148,4 +150,5 @@ def _scalar(name: str, value: Any) -> jax.Array:
 
 
 def _mean(sums: WeightedLoss) -> jax.Array:
-    return jnp.where(sums.weight > 0, sums.total / jnp.where(sums.weight > 0, sums.weight, 1.0), 0.0)
+    # A weight of NaN is no zero: it shows.
+    return jnp.where(sums.weight == 0, 0.0, sums.total / jnp.where(sums.weight == 0, 1.0, sums.weight))

@@ -44,8 +44,10 @@ def make_train_step(
         weights = jax.lax.with_sharding_constraint(state.weights, sharded)
         gradients = jax.lax.with_sharding_constraint(gradients, sharded)
         means = sums.means()
-        norm, gradients = _average_and_clip(gradients, weights, sums.loss.weight, clip_norm)
-        finite = jnp.isfinite(norm) & jnp.isfinite(means["loss"])
+        # In the plan's order: jit and constraints sort a dict by its keys.
+        gradients = {path: gradients[path] for path in plan.gradients}
+        norm, broken, gradients = _average_and_clip(gradients, weights, sums.loss.weight, clip_norm)
+        finite = jnp.isfinite(norm) & jnp.isfinite(means["loss"]) & jnp.isfinite(sums.loss.weight)
         applied = finite & (sums.loss.weight > 0)
         new_weights, new_opt_state = update(gradients, state.opt_state, weights)
 
@@ -64,12 +66,8 @@ def make_train_step(
             skipped=jnp.where(applied, state.skipped, state.skipped + 1),
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
         )
-        metrics = {
-            **means,
-            "grad_norm": norm,
-            "skipped": new_state.skipped,
-            "skipped_in_a_row": new_state.skipped_in_a_row,
-        }
+        counters = {"skipped": new_state.skipped, "skipped_in_a_row": new_state.skipped_in_a_row}
+        metrics = {**means, "grad_norm": norm, **counters, "non_finite_leaf": broken}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         return new_state, metrics
@@ -112,11 +110,14 @@ def make_eval_step(model: Any, loss: Any, points: Any) -> Callable[[TrainState, 
 
 
 def _average_and_clip(
-    gradients: Any, weights: Any, weight: jax.Array, clip_norm: float | None
-) -> tuple[jax.Array, Any]:
-    """The global norm of the mean gradient (float32, before clipping); the clipped gradient in the weights' dtypes."""
+    gradients: dict[str, Any], weights: dict[str, Any], weight: jax.Array, clip_norm: float | None
+) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    """The global norm of the mean gradient (float32, before clipping); the number of the first leaf in it that is not
+    finite, or -1; the clipped gradient in the weights' dtypes."""
     scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)
-    mean = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradients)
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(mean)))
+    mean = {path: g.astype(jnp.float32) * scale for path, g in gradients.items()}
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in mean.values()))
+    broken = jnp.stack([~jnp.isfinite(g).all() for g in mean.values()])
+    first = jnp.where(broken.any(), jnp.argmax(broken), -1).astype(jnp.int32)
     factor = 1.0 if clip_norm is None else clip_norm / jnp.maximum(norm, clip_norm)
-    return norm, jax.tree.map(lambda g, w: (g * factor).astype(w.dtype), mean, weights)
+    return norm, first, {path: (g * factor).astype(weights[path].dtype) for path, g in mean.items()}

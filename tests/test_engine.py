@@ -194,12 +194,13 @@ def test_configs_that_cannot_work_are_refused_before_the_model_is_built(config, 
     [
         ({"x": X[:20], "y": X[:20]}, r"the batch has 20 rows, .* over 8 devices .*; give 16 or 24"),
         ({"x": X[:5], "y": X[:5]}, r"the batch has 5 rows, .* over 8 devices .*; give 8 or 8"),
+        ({"x": X[:0], "y": X[:0]}, r"the batch has no rows"),
         ({"x": X, "y": X[:16]}, r"leading dimensions \[\(16,\), \(24,\)\]; they must be one and the same"),
         ({"x": X, "y": np.float32(1)}, r"leading dimensions \[\(\), \(24,\)\]; they must"),
         ({"x": np.float32(1)}, r"leading dimensions \[\(\)\]; they must"),
         ({}, r"leading dimensions \[\]; they must"),
     ],
-    ids=["20 rows", "5 rows", "ragged", "a scalar", "only scalars", "nothing"],
+    ids=["20 rows", "5 rows", "no rows", "ragged", "a scalar", "only scalars", "nothing"],
 )
 def test_batches_that_do_not_fit_are_refused(trained, method, batch, message):
     before = int(trained["engine"].state.step)

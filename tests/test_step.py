@@ -349,6 +349,37 @@ def test_non_finite_step_changes_nothing_anywhere(stage, devices, micro_batches,
     assert not np.array_equal(after["model_state/norm/mean"], before["model_state/norm/mean"])
 
 
+class TwelveLayers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(5, 5, rngs=rngs) for _ in range(12)])
+
+
+@pytest.mark.parametrize("broken", ["layers/0/bias", "layers/2/kernel", "layers/11/kernel"])
+def test_the_first_leaf_whose_gradient_is_not_finite_is_told(broken):
+    """By its place in the plan: twelve listed layers stand in another order there than their names sorted."""
+
+    def loss(model, batch):
+        layers = enumerate(model.layers)
+        sums = {f"layers/{i}/{name}": getattr(layer, name).sum() for i, layer in layers for name in ("kernel", "bias")}
+        return sum(sums.values()) + jnp.sqrt(batch[0] + 0 * sums[broken])  # at 0 its gradient is 0 * inf
+
+    engine = start(lambda rngs: TwelveLayers(rngs), loss, None)
+    for value, told in ((1.0, None), (0.0, broken)):
+        number = int(engine.step(np.full(ROWS, value, np.float32))["non_finite_leaf"])
+        assert (list(engine.plan.gradients)[number] if number >= 0 else None) == told
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_skips_the_step_and_shows(weight):
+    loss = lambda model, batch: jzero.WeightedLoss(model.number.sum() * batch.sum(), batch.sum())
+    engine = start(lambda rngs: Weights(rngs), loss, None)
+    before = host(engine)
+    metrics = engine.step(np.where(ONE_ROW, np.float32(weight), np.ones(ROWS, np.float32)))
+    assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (1, 1)
+    assert not (np.isfinite(metrics["loss"]) and np.isfinite(metrics["weight"]))
+    assert_same(but_counters(host(engine)), but_counters(before))
+
+
 def test_learning_rate_metric_is_the_one_applied():
     """Of the schedule at the number of steps applied before, skipped ones not counted."""
     fields = {"name": "sgd", "momentum": 0, "schedule": "cosine", "learning_rate": 0.5, "warmup_steps": 2}
@@ -399,7 +430,8 @@ def test_small_updates_add_up_in_the_master(stage, devices):
 
 def test_without_a_master_small_updates_are_lost():
     precision = {"preset": "bf16", "master": None}
-    engine = start(lambda rngs: Ones(rngs), sum_of_weights, optax.sgd(1e-3), precision=precision)
+    with pytest.warns(UserWarning, match="precision.master = null with precision.params = bfloat16"):
+        engine = start(lambda rngs: Ones(rngs), sum_of_weights, optax.sgd(1e-3), precision=precision)
     for _ in range(100):
         metrics = engine.step(np.zeros(ROWS, np.float32))
     assert float(metrics["grad_norm"]) == pytest.approx(np.sqrt(35), rel=1e-2)
@@ -410,6 +442,7 @@ def test_without_a_master_small_updates_are_lost():
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
+@pytest.mark.filterwarnings("ignore:precision.master = null")
 @pytest.mark.parametrize(
     ("precision", "at_rest", "dots", "updated", "summed"),
     [

@@ -173,6 +173,20 @@ def test_a_finished_run_is_left_untouched(copy_of_straight, num_steps, monkeypat
     assert snapshot(copy_of_straight) == before
 
 
+def test_a_finished_run_whose_last_checkpoint_was_altered_goes_on_from_the_one_before(copy_of_straight, caplog):
+    """Its size is right; only the checksum tells."""
+    data = max((copy_of_straight / "checkpoints" / "6").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    code, output = train(tiny(copy_of_straight))
+    assert code == 0
+    assert "already complete" not in output
+    assert f"going on from {copy_of_straight}/checkpoints/4" in output
+    assert "damaged" in caplog.text
+    assert [row["step"] for row in read_rows(copy_of_straight) if "loss" in row] == list(range(1, 7))
+
+
 def test_changed_text_is_not_gone_on_with(copy_of_straight, monkeypatch):
     make = trainer_module.make_data
 
@@ -339,7 +353,7 @@ class ScriptedEngine:
 
     def __init__(self, script):
         self.script, self.step_number, self.in_a_row, self.skipped = script, 0, 0, 0
-        self.plan = SimpleNamespace(bytes_per_device=lambda: {"parameters": 4})
+        self.plan = SimpleNamespace(bytes_per_device=lambda: {"parameters": 4}, gradients={"some/leaf": None})
 
     def step(self, batch):
         act, self.step_number = self.script[self.step_number], self.step_number + 1
@@ -353,6 +367,7 @@ class ScriptedEngine:
             "grad_norm": jnp.float32(loss),
             "skipped": jnp.int32(self.skipped),
             "skipped_in_a_row": jnp.int32(self.in_a_row),
+            "non_finite_leaf": jnp.int32(0 if skip else -1),
         }
 
     def evaluate(self, batch):
@@ -446,7 +461,7 @@ def test_saves_are_due_every_so_often_and_wait_for_a_good_step(tmp_path, script,
     skips = [step for step, act in enumerate(script, 1) if act == "skip" and script[step - 2] != "skip"]
     for step in skips:
         assert f"step {step} skipped" in out.getvalue()
-    assert out.getvalue().count(" skipped: ") == len(skips)
+    assert out.getvalue().count(" skipped: loss nan, gradient of some/leaf not finite") == len(skips)
 
 
 def test_skipping_that_does_not_end_ends_the_run(tmp_path):
