@@ -4,6 +4,7 @@ Flax NNX modules are taken unchanged, as a function `lambda rngs: Model(rngs=rng
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,7 +41,7 @@ class Model(Protocol):
         ...
 
     def bind(self, params: Mapping[str, Any], model_state: Mapping[str, Any], fold: Any, *, train: bool) -> Any:
-        """The model as a loss calls it. fold: int32 scalar mixed into every random stream, one value a micro-batch."""
+        """The model as a loss calls it. fold: int32 [2], step and micro-batch, mixed into every random stream."""
         ...
 
     def collect(self, bound: Any) -> Arrays:
@@ -117,6 +118,7 @@ def _adapt_function(build: Callable[[nnx.Rngs], Any]) -> NNXModel:
     A parameter that nnx.vmap stacked afterwards has more dims than that: those are its stack dims.
     """
     created: dict[str, tuple[int, ...]] = {}
+    _assert_takes_rngs(build)
 
     def split() -> Any:
         module = build(nnx.Rngs(0))
@@ -134,6 +136,17 @@ def _adapt_function(build: Callable[[nnx.Rngs], Any]) -> NNXModel:
         # Not nnx.eval_shape, which loses arrays that are no variables.
         graphdef, *abstract = jax.eval_shape(split)
     return _adapt(graphdef, abstract, created, build, None)
+
+
+def _assert_takes_rngs(build: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(build).bind(None)
+    except TypeError as error:
+        raise ModelError(
+            f"the model function cannot be called with one nnx.Rngs ({error}): make it lambda rngs: MyModel(rngs=rngs)."
+        ) from error
+    except ValueError:  # it tells no signature
+        return
 
 
 def _adapt_built(module: nnx.Module) -> NNXModel:
@@ -285,6 +298,6 @@ def _written(path: str) -> ModelError:
 
 
 def _fold_in(key: jax.Array, fold: Any) -> jax.Array:
-    """A key, or an array of keys (one a scanned layer), mixed with the micro-batch's number."""
-    flat = jax.vmap(lambda k: jax.random.fold_in(k, fold))(key.reshape(-1))
+    """A key, or an array of keys (one a scanned layer), mixed with the numbers of step and micro-batch."""
+    flat = jax.vmap(lambda k: jax.random.fold_in(jax.random.fold_in(k, fold[0]), fold[1]))(key.reshape(-1))
     return flat.reshape(key.shape)

@@ -162,7 +162,7 @@ def make_plan(
                 leaf,
                 dtype=stored_dtype(params[path].dtype, dtype),
                 zero_axes=_on_top(axes[kind], leaf),
-                reason=leaf.reason if leaf.dim is None or axes[kind] else f"whole: {kind} at stage {zero.stage}",
+                reason=_reason(leaf, kind, _on_top(axes[kind], leaf), zero.stage),
             )
             for path, leaf in placed.items()
         }
@@ -195,8 +195,8 @@ def zero_axes(zero: ZeroConfig, axis_sizes: Mapping[str, int]) -> dict[str, tupl
     contiguous slice that a parameter sharded over `data` only holds.
     """
     groups = {"node": ("data",), "all": ("data", "replica")}
-    group = tuple(a for a in groups[zero.group] if axis_sizes[a] > 1)
-    optimizer_group = tuple(a for a in groups[zero.optimizer_group or zero.group] if axis_sizes[a] > 1)
+    group = tuple(a for a in groups[zero.group] if axis_sizes.get(a, 1) > 1)
+    optimizer_group = tuple(a for a in groups[zero.optimizer_group or zero.group] if axis_sizes.get(a, 1) > 1)
     return {
         "parameters": group if zero.stage >= 3 else (),
         "gradients": group if zero.stage >= 2 else (),
@@ -258,6 +258,14 @@ def _place(
     dim, stored = chosen
     padding = f", padded to {stored[dim]}" if stored != shape else ""
     return replace(whole, stored_shape=stored, dim=dim, reason=f"dim {dim} ({shape[dim]}{padding}) over {count}")
+
+
+def _reason(leaf: LeafPlan, tree: str, axes: tuple[str, ...], stage: int) -> str:
+    if leaf.dim is None or axes:
+        return leaf.reason
+    return f"whole: {tree} at stage {stage}" + (
+        f", but for the model's own {leaf.own_spec}" if any(leaf.own_spec) else ""
+    )
 
 
 def _unused(axes: tuple[str, ...], own_spec: tuple[Entry, ...]) -> tuple[str, ...]:
@@ -324,7 +332,9 @@ def _plan_optimizer(
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         return replace(placed, path=path, dtype=leaf.dtype, zero_axes=_on_top(axes, placed))
 
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, abstract))
+    with jax.numpy_dtype_promotion("standard"):  # as optax relies on
+        state = jax.eval_shape(optimizer.init, abstract)
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def _leaves(tree: Any) -> Iterator[LeafPlan]:

@@ -72,7 +72,8 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan
 
     def finish(weights: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         params = {path: weights[path].astype(leaf.dtype) for path, leaf in plan.params.items()}
-        opt_state = optimizer.init({path: leaf.cut(weights[path]) for path, leaf in weight_plans.items()})
+        with jax.numpy_dtype_promotion("standard"):  # as optax relies on
+            opt_state = optimizer.init({path: leaf.cut(weights[path]) for path, leaf in weight_plans.items()})
         return params if plan.master else {}, map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
 
     out = (placement.weights, placement.model_state)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.grads import make_loss_fn
+from jzero.grads import make_loss_fn, split_batch
 from jzero.plan import Plan, map_leaves
 from jzero.state import TrainState, shardings
 
@@ -22,7 +22,6 @@ def make_train_step(
     mesh: Mesh,
     *,
     elementwise: bool,
-    num_micro_batches: int,
     clip_norm: float | None,
     schedule: optax.Schedule | None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
@@ -40,7 +39,7 @@ def make_train_step(
     update = _make_update(optimizer, plan, sharded, placement.opt_state, elementwise)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        sums, gradients, model_state = grad_fn(state.params, state.model_state, batch, state.step * num_micro_batches)
+        sums, gradients, model_state = grad_fn(state.params, state.model_state, batch, state.step)
         weights = jax.lax.with_sharding_constraint(state.weights, sharded)
         gradients = jax.lax.with_sharding_constraint(gradients, sharded)
         means = sums.means()
@@ -89,7 +88,7 @@ def _make_update(
         # optax mixes int32 counts with float32, which a caller's strict promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(gradients, opt_state, weights)
-        weights = optax.apply_updates(weights, updates)
+            weights = optax.apply_updates(weights, updates)
         if not elementwise:
             weights = {path: leaf.pad(weights[path]) for path, leaf in plan.weights.items()}
             opt_state = map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
@@ -98,13 +97,21 @@ def _make_update(
     return update
 
 
-def make_eval_step(model: Any, loss: Any, points: Any) -> Callable[[TrainState, Any], Metrics]:
-    """evaluate(state, batch) -> loss, weight and extra metrics, in evaluation mode; the state is only read."""
+def make_eval_step(
+    model: Any, loss: Any, points: Any, mesh: Mesh, num_micro_batches: int
+) -> Callable[[TrainState, Any], Metrics]:
+    """evaluate(state, batch) -> loss, weight and extra metrics, in evaluation mode; the state is only read. In as many
+    parts, one after the other, as training would take: what a training step has room for has to do."""
     loss_fn = make_loss_fn(model, loss, points, train=False)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
-        _, (sums, _) = loss_fn(state.params, state.model_state, batch, jnp.zeros((), jnp.int32))
-        return sums.means()
+        def sums_of(micro_batch: Any) -> Any:
+            return loss_fn(state.params, state.model_state, micro_batch, jnp.zeros(2, jnp.int32))[1][0]
+
+        if num_micro_batches == 1:
+            return sums_of(batch).means()
+        parts = jax.lax.map(sums_of, split_batch(batch, num_micro_batches, mesh))
+        return jax.tree.map(lambda part: part.sum(0), parts).means()
 
     return jax.jit(evaluate)
 

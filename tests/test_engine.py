@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 from flax import nnx
 
 import jzero
+from jzero import engine as engine_module
 from jzero.config import ZeroConfig
 from jzero.errors import CheckpointError, ConfigError, PlanError, UserError
 
@@ -183,6 +185,63 @@ def test_configs_that_cannot_work_are_refused_before_the_model_is_built(config, 
 
     with pytest.raises(UserError, match=message):
         jzero.initialize(build, loss, optax.sgd(0.1), config)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "config", "message"),
+    [
+        (optax.adam, {}, "optimizer is <function adam .*optax.adamw.1e-3., called"),
+        (optax.lbfgs(), {}, "raised TypeError: .*jzero passes these three only"),
+        (optax.lookahead(optax.sgd(0.1), 5, 0.5), {}, "parameters of another kind cannot be driven"),
+        (optax.adam(1e-3), {"optimizer": {"learning_rate": 7.0}}, "optimizer.learning_rate = 7.0: has no say"),
+        (optax.adam(1e-3), {"optimizer": {"name": "sgd"}}, "optimizer.name = sgd: has no say"),
+    ],
+    ids=["not called", "lbfgs", "lookahead", "learning rate", "name"],
+)
+def test_optimizers_that_cannot_work_are_refused_before_anything_is_placed(optimizer, config, message, monkeypatch):
+    monkeypatch.setattr(engine_module, "init_state", pytest.fail)
+    with pytest.raises(jzero.UserError, match=message):
+        jzero.initialize(toys.mlp, toys.square_loss, optimizer, config)
+
+
+def test_a_model_function_that_takes_no_rngs_is_refused():
+    with pytest.raises(jzero.UserError, match="lambda rngs: MyModel"):
+        jzero.initialize(lambda: toys.mlp(nnx.Rngs(0)), toys.square_loss, optax.sgd(0.1), {})
+
+
+def test_integers_that_jax_would_wrap_around_are_refused():
+    engine = jzero.initialize(toys.mlp, lambda model, batch: model.up.bias.sum() + 0 * batch.sum(), optax.sgd(0.1), {})
+    rows = np.arange(8, dtype=np.int64)
+    assert engine.place(rows).dtype == jnp.int32
+    with pytest.raises(UserError, match=r"int64 from 1 to 4294967299, and JAX keeps int32"):
+        engine.step(np.where(rows == 0, 2**32 + 3, rows))
+
+
+@pytest.mark.parametrize(
+    ("train", "rows", "parts"),
+    [
+        ({}, 32, 1),
+        ({"global_batch_size": 32, "accumulation_steps": 4}, 32, 4),
+        ({"micro_batch_size": 2}, 32, 2),
+        ({"micro_batch_size": 2}, 40, 5),  # 5 rows a device: as they divide
+        ({"micro_batch_size": 2}, 8, 1),
+        ({"accumulation_steps": 4}, 16, 2),
+    ],
+)
+def test_an_evaluation_takes_no_more_rows_at_once_than_training(train, rows, parts):
+    """What fits while it trains fits while it evaluates, and gives the mean over all rows."""
+    seen = set()
+
+    def loss(model, batch):
+        seen.add(batch["x"].shape[0])
+        return toys.square_loss(model, batch)
+
+    engine = jzero.initialize(toys.mlp, loss, optax.sgd(0.1), {"train": train})
+    batch = toys.square_batch(rows, 0)
+    evaluated = engine.evaluate(batch)
+    assert seen == {rows // parts}
+    with jax.default_matmul_precision("highest"):
+        assert float(evaluated["loss"]) == pytest.approx(float(toys.square_loss(engine.model(), batch)), rel=1e-5)
 
 
 # Batches.
