@@ -228,12 +228,16 @@ def interrupt(command: list[str], run_dir: Path, step: int, number: signal.Signa
 @pytest.mark.parametrize(
     ("number", "code", "overrides"),
     [
-        (signal.SIGTERM, 143, []),
-        pytest.param(signal.SIGINT, 130, [], marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 143, ["zero.stage=2"], marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 143, ["precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, [], id="SIGTERM"),
+        pytest.param(signal.SIGINT, 130, [], id="SIGINT", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, ["zero.stage=2"], id="stage 2", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, ["precision=bf16"], id="bf16", marks=pytest.mark.slow),
         pytest.param(
-            signal.SIGTERM, 143, ["train={global_batch_size: 16, accumulation_steps: 2}"], marks=pytest.mark.slow
+            signal.SIGTERM,
+            143,
+            ["train={global_batch_size: 16, accumulation_steps: 2}"],
+            id="two micro-batches",
+            marks=pytest.mark.slow,
         ),
     ],
 )
