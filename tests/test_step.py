@@ -188,8 +188,30 @@ def test_a_tensor_axis_changes_neither_norm_nor_clipping(stage):
 
 # Weight decay, as the config says it: no gradient, so decay alone moves what it moves.
 
+
+class Shifts(nnx.Module):
+    """A stack of matrices and of vectors that by shape and name could be a matrix."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stack = nnx.vmap(Shift)(rngs.split(3))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = jnp.ones((*tokens.shape, 5)) * tokens[..., None].astype(jnp.float32)
+        return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.stack, x)
+
+
+class Shift(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(5, 5, rngs=rngs)
+        self.shift = nnx.Param(jnp.ones(5))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.linear(x) + self.shift)
+
+
 SMALL_LLAMA = {"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 3}
 DECAYING = {
+    "shifts": (lambda rngs: Shifts(rngs), {"stack/shift", "stack/linear/bias"}),
     "scanned": (
         toys.scanned_decoder,
         {"norm/scale", "log_scale", "blocks/gain", "blocks/up/bias", "blocks/norm_1/scale"},
