@@ -190,7 +190,7 @@ def test_a_tensor_axis_changes_neither_norm_nor_clipping(stage):
 
 
 class Shifts(nnx.Module):
-    """A stack of matrices and of vectors that by shape and name could be a matrix."""
+    """Stacks of matrices and of vectors, one of which looks like a matrix by shape and name."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.stack = nnx.vmap(Shift)(rngs.split(3))
