@@ -126,6 +126,32 @@ print(len(jax.devices("cpu")))
     assert devices == "3"
 
 
+def test_planning_needs_no_devices():
+    """A model for 64 devices is planned where JAX can start none."""
+    code = """
+import jax, optax
+import jzero
+from jzero.config import ModelConfig, make_config
+from jzero.model_api import adapt
+from jzero.models import build_model
+config = make_config({"precision": "bf16"})
+model = adapt(build_model(ModelConfig(hidden_size=512), 1024))
+sizes = {"replica": 8, "data": 8, "tensor": 1}
+plan = jzero.make_plan(model.params, sizes, config.zero, config.precision, optax.adamw(1e-3), model.model_state)
+print(plan.num_parameters, plan.bytes_per_device()["parameters"])
+try:
+    jax.devices()
+except RuntimeError:
+    print("no devices")
+"""
+    env = {"JAX_PLATFORMS": "nonsense", "PATH": "", "PYTHONPATH": str(Path(jzero.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    planned, devices = done.stdout.splitlines()
+    elements, a_device = map(int, planned.split())
+    assert elements / 64 <= a_device / 2 < 1.1 * elements / 64
+    assert devices == "no devices"
+
+
 def test_exported_names_are_there_and_say_what_they_are():
     documented = {"initialize", "Engine", "Config", "load_config", "WeightedLoss", "cross_entropy", "Plan", "make_plan"}
     assert documented | {"JzeroError", "UserError", "__version__"} <= set(jzero.__all__)
@@ -320,6 +346,40 @@ def test_batches_may_be_any_tree_of_host_or_device_arrays(trained):
         assert float(engine.evaluate(batch)["loss"]) == expected
 
 
+LONGER = {"x": np.resize(X, (32, 7)), "y": np.ones((32, 5), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ((lambda rngs: Net(rngs), loss, LONGER), {"train": {"global_batch_size": 32, "accumulation_steps": 4}}),
+        ((toys.scanned_decoder, toys.token_loss, toys.token_batch(16, 0)), {"precision": "bf16"}),
+    ],
+    ids=["batch statistics, dropout, k=4", "bf16"],
+)
+def test_one_compilation_serves_a_whole_run(model, config, caplog, tmp_path):
+    """Evaluations between, and going on from a checkpoint, included."""
+    build, loss, batch = model
+    engine = jzero.initialize(build, loss, None, {"zero": {"stage": 3, "min_shard_elements": 0}} | config)
+
+    def compiled() -> list[str]:
+        told = [r.getMessage() for r in caplog.records]
+        return [t.split("jit(")[1].split(")")[0] for t in told if t.startswith("Finished XLA compilation of jit(")]
+
+    with jax.log_compiles():
+        for _ in range(2):
+            engine.step(batch)
+            engine.evaluate(batch)
+        engine.save(tmp_path)
+        engine.step(batch)
+        engine.restore(tmp_path)
+        for _ in range(2):
+            engine.step(batch)
+            engine.evaluate(batch)
+    names = compiled()
+    assert (names.count("step"), names.count("evaluate")) == (1, 1), names
+
+
 # Looking at the model.
 
 
@@ -387,6 +447,59 @@ def test_checkpoint_of_one_device_opens_on_eight(tmp_path, trained):
     assert_same(true_arrays(eight), true_arrays(one))
     losses = [[float(engine.step(BATCH)["loss"]) for _ in range(2)] for engine in (one, eight)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+class Pair(nnx.Module):
+    """Two layers whose sizes pad on 3 and on 8 devices; `split`: the model itself splits them over the tensor axis."""
+
+    def __init__(self, rngs: nnx.Rngs, split: bool):
+        init = nnx.initializers.lecun_normal()
+        place = lambda *spec: nnx.with_partitioning(init, spec) if split else init
+        self.up = nnx.Linear(7, 38, kernel_init=place(None, "tensor"), rngs=rngs)
+        self.down = nnx.Linear(38, 5, kernel_init=place("tensor", None), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.tanh(self.up(x)))
+
+
+NODES, GLOBAL = {"group": "node"}, {"group": "node", "optimizer_group": "all"}
+PLANS = [  # stage, devices, mesh, zero
+    *((stage, devices, {}, {}) for stage in range(4) for devices in (1, 2, 3, 8)),
+    (3, 8, {"replica": 2}, NODES),
+    (2, 8, {"replica": 4}, GLOBAL),
+    (3, 8, {"replica": 4}, GLOBAL),
+    (3, 8, {"tensor": 2}, {}),
+]
+
+
+def restore_each_others(plans: list[tuple[int, int, dict[str, int], dict[str, str]]], directory: Path) -> None:
+    engines, held = [], []
+    for i, (stage, devices, mesh, zero) in enumerate(plans):
+        engine = start(
+            model=lambda rngs, split="tensor" in mesh: Pair(rngs, split),
+            devices=devices,
+            mesh=mesh,
+            zero={"stage": stage, "min_shard_elements": 0} | zero,
+            train={"seed": i},
+        )
+        engine.step(BATCH)
+        engine.save(directory / str(i), {"plan": i})
+        engines.append(engine)
+        held.append(true_arrays(engine))
+    assert len({arrays["opt_state/0/mu/up/kernel"].tobytes() for arrays in held}) == len(plans)
+    for engine in engines:
+        for i, arrays in enumerate(held):
+            assert engine.restore(directory / str(i)) == {"plan": i}
+            assert_same(true_arrays(engine), arrays)
+
+
+def test_every_plan_restores_every_other(tmp_path):
+    restore_each_others([PLANS[i] for i in (0, 5, 10, 15, 16, 17, 19)], tmp_path)
+
+
+@pytest.mark.slow
+def test_every_stage_on_every_number_of_devices_restores_every_other(tmp_path):
+    restore_each_others(PLANS, tmp_path)
 
 
 NUMBERS = {
