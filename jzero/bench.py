@@ -9,7 +9,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero.config import Config, load_config
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m jzero.bench", description="Times a training step against a plain jax.jit one."
     )
     parser.add_argument("--config", metavar="FILE", help="as for jzero.train")
-    parser.add_argument("--rounds", type=int, default=20, help="steps timed of each, after one that compiles")
+    parser.add_argument("--rounds", type=_count, default=20, help="steps timed of each, after one that compiles")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -32,15 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         runtime.start(config.runtime)
         from rich.console import Console
 
-        Console().print(report(measure(config, arguments.rounds)))
+        Console().print(report(measure(make_arms(config), arguments.rounds)))
     except JzeroError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def measure(config: Config, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each of `rounds` steps by arm: `plain`, `jzero, one device, stage 0` and the configured one."""
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps, 1 or more")
+    return int(text)
+
+
+def make_arms(config: Config) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name: each takes one training step on the same batch and returns its loss."""
     import jax
     import numpy as np
 
@@ -58,12 +64,17 @@ def measure(config: Config, rounds: int) -> dict[str, list[float]]:
     one_device = make_config({**shared, "zero": {"stage": 0}, "train": train})
     one = initialize(model, language_model_loss, config=one_device, devices=jax.devices()[:1])
     all_devices = initialize(model, language_model_loss, config=config)
-    plain = _plain_step(model, language_model_loss, one_device, batch)
-    arms: dict[str, Callable[[], Any]] = {
-        "plain jax.jit, one device": plain,
+    return {
+        "plain jax.jit, one device": _plain_step(model, language_model_loss, one_device, batch),
         "jzero, one device, stage 0": lambda: one.step(batch)["loss"],
         f"jzero, {all_devices.mesh.size} devices, stage {config.zero.stage}": lambda: all_devices.step(batch)["loss"],
     }
+
+
+def measure(arms: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each of `rounds` steps by arm, the arms taking turns."""
+    import jax
+
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for round_number in range(rounds + 1):
         for name, step in arms.items():
@@ -87,16 +98,20 @@ def report(seconds: dict[str, list[float]]) -> Any:
 
 
 def _plain_step(model: Any, loss: Any, config: Config, batch: Any) -> Callable[[], Any]:
-    """What a user would write without jzero: fp32, one device, global clipping, the same optimizer."""
+    """What a user would write without jzero: fp32, one device, global clipping, the same optimizer and decay."""
     import jax
     import optax
     from flax import nnx
 
-    from jzero.optim import make_optimizer
+    from jzero.adapt import adapt
+    from jzero.optim import decay_mask, make_optimizer
 
     graphdef, params, rest = nnx.split(model(nnx.Rngs(config.train.seed)), nnx.Param, ...)
     clip = config.optimizer.clip_norm
-    optimizer = make_optimizer(config.optimizer, config.train.num_steps, None)
+    declared = adapt(model).params
+    decays = decay_mask({p: x.stack_ndim for p, x in declared.items()}, {p: x.shape for p, x in declared.items()})
+    mask: Any = nnx.from_flat_state([(path, decays["/".join(map(str, path))]) for path, _ in nnx.to_flat_state(params)])
+    optimizer = make_optimizer(config.optimizer, config.train.num_steps, mask)
     if clip is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
 
@@ -107,7 +122,7 @@ def _plain_step(model: Any, loss: Any, config: Config, batch: Any) -> Callable[[
 
         value, gradients = jax.value_and_grad(mean_loss)(params)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value, optax.global_norm(gradients)
+        return optax.apply_updates(params, updates), opt_state, value, optax.tree.norm(gradients)
 
     jitted = jax.jit(step, donate_argnums=(0, 1))
     state = [params, optimizer.init(params)]

@@ -188,6 +188,9 @@ class PrecisionConfig(Section):
             return given
         preset = given.get("preset", "fp32")
         defaults = _PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+        if given.get("params") == "bfloat16":
+            # Without a wider copy most updates round to nothing: only `master: null`, written out, asks for that.
+            defaults = {**defaults, "master": "float32"}
         if given.get("params") == defaults.get("master"):
             # Parameters that are already as wide as the preset's master are their own master.
             defaults = {**defaults, "master": None}
@@ -212,7 +215,7 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"  # shape after the warm-up
     warmup_steps: Count = 0  # steps of linear rise from 0
     decay_steps: Size | None = None  # steps to final_learning_rate, warm-up included; null: train.num_steps
-    final_learning_rate: NonNegative = 0.0  # where linear and cosine end
+    final_learning_rate: NonNegative = 0.0  # where linear and cosine end, a step after the last
     b1: Decay = 0.9  # adam, adamw: decay of the first moment
     b2: Decay = 0.999  # adam, adamw: decay of the second moment
     eps: Positive = 1e-8  # adam, adamw: added to the root of the second moment

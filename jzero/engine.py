@@ -1,6 +1,7 @@
 """The engine: a sharded training state and the programs that step, evaluate, save and restore it. For users who own
 their loop; the trainer drives one too."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from rich.console import RenderableType
 
 from jzero.adapt import adapt
 from jzero.checkpoint import ArrayTarget, Checkpointer
-from jzero.config import Config, TrainConfig, make_config, plan_batch
-from jzero.errors import ConfigError, UserError
+from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
+from jzero.errors import ConfigError, DataError, UserError
 from jzero.grads import Loss, bind_params, make_grad_fn
 from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model
-from jzero.optim import decay_mask, is_elementwise, make_optimizer, make_schedule
+from jzero.optim import assert_drivable, decay_mask, is_elementwise, make_optimizer, make_schedule
 from jzero.plan import Plan, make_plan, map_leaves
 from jzero.report import plan_report
 from jzero.runtime import start
@@ -59,12 +60,16 @@ def prepare(
 ) -> "Blueprint":
     """What `initialize` builds its engine from, with nothing placed: absent devices (`jzero.mesh.topology`) will do."""
     config = make_config(config)
+    _warn_of_lost_updates(config.precision)
     start(config.runtime)
     mesh = make_mesh(config.mesh, devices)
     accumulating = _accumulates(config.train, mesh)
     adapted = adapt(model)
     schedule = None
-    if optimizer is None:
+    if optimizer is not None:
+        _assert_only_clips(config.optimizer)
+        assert_drivable(optimizer, {p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in adapted.params.items()})
+    else:
         stacks = {path: p.stack_ndim for path, p in adapted.params.items()}
         mask = decay_mask(stacks, {path: p.shape for path, p in adapted.params.items()})
         schedule = make_schedule(config.optimizer, config.train.num_steps)
@@ -116,10 +121,13 @@ class Blueprint:
             self.plan,
             self.mesh,
             elementwise=self.elementwise,
-            num_micro_batches=num_micro_batches,
             clip_norm=self.config.optimizer.clip_norm,
             schedule=self.schedule,
         )
+
+    def eval_step(self, num_micro_batches: int) -> Any:
+        """The jitted evaluation of a batch in that many parts: (state, batch) -> metrics."""
+        return make_eval_step(self.model, self.loss, self.points, self.mesh, num_micro_batches)
 
     def lower_step(self, batch: Any) -> jax.stages.Lowered:
         """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
@@ -132,13 +140,27 @@ class Blueprint:
         return self.train_step(self.micro_batches(batch)).lower(state, shapes)
 
     def micro_batches(self, batch: Any) -> int:
-        """How many micro-batches a batch is cut into. Raises ConfigError for rows that do not divide."""
-        rows = self.check_rows(batch)
+        """How many micro-batches a batch is cut into. Raises ConfigError for rows that do not divide, or are not those
+        that `train.global_batch_size` was set to."""
+        rows, train = self.check_rows(batch), self.config.train
+        if "global_batch_size" in train.model_fields_set and train.global_batch_size not in (None, rows):
+            raise ConfigError(
+                f"the batch has {rows} rows, but train.global_batch_size = {train.global_batch_size}; give as many, or "
+                "drop the field: a step takes any number then"
+            )
         return _accumulation(self.config.train.model_copy(update={"global_batch_size": rows}), self.mesh)
+
+    def evaluation_parts(self, batch: Any) -> int:
+        """How many parts an evaluation takes, so that none has more rows than a training micro-batch."""
+        train, rows = self.config.train, self.check_rows(batch) // _num_batch_shards(self.mesh)
+        wanted = -(-rows // train.micro_batch_size) if train.micro_batch_size else train.accumulation_steps or 1
+        return next(parts for parts in range(min(wanted, rows), rows + 1) if rows % parts == 0)
 
     def check_rows(self, batch: Any) -> int:
         """The rows of a batch. Raises ConfigError unless they divide over the devices of the batch axes."""
         rows, shards = _rows(batch), _num_batch_shards(self.mesh)
+        if rows == 0:
+            raise ConfigError("the batch has no rows.")
         if rows % shards:
             raise ConfigError(
                 f"the batch has {rows} rows, which do not divide over {shards} devices of the batch axes "
@@ -154,10 +176,10 @@ class Engine:
         self.config, self.mesh, self.plan = blueprint.config, blueprint.mesh, blueprint.plan
         self._blueprint = blueprint
         self._train_steps: dict[int, Any] = {}
-        self._eval_step = make_eval_step(blueprint.model, blueprint.loss, blueprint.points)
+        self._eval_steps: dict[int, Any] = {}
         self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.state = init_state(blueprint.model, blueprint.optimizer, self.plan, self.mesh, self.config.train.seed)
-        assert_placement(self.state, self.plan)
+        assert_placement(self.state, self.plan, self.mesh)
 
     @property
     def num_parameters(self) -> int:
@@ -167,7 +189,8 @@ class Engine:
         """One optimizer step over a batch of host (or device) arrays whose leading dimension is the global batch.
 
         Returns float32/int32 device scalars: loss, weight, grad_norm (before clipping), skipped (steps so far that
-        changed nothing), skipped_in_a_row, learning_rate where the schedule is jzero's, and the loss's extra metrics.
+        changed nothing), skipped_in_a_row, non_finite_leaf (the number in `plan.gradients` of the first leaf that is
+        not finite, -1: none), learning_rate where the schedule is jzero's, and the loss's extra metrics.
         """
         train_step = self._train_step(self._blueprint.micro_batches(batch))
         state, batch = self._live_state, self.place(batch)
@@ -177,8 +200,10 @@ class Engine:
 
     def evaluate(self, batch: Any) -> Metrics:
         """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics)."""
-        self._blueprint.check_rows(batch)
-        return self._settled(self._eval_step(self._live_state, self.place(batch)))
+        parts = self._blueprint.evaluation_parts(batch)
+        if parts not in self._eval_steps:
+            self._eval_steps[parts] = self._blueprint.eval_step(parts)
+        return self._settled(self._eval_steps[parts](self._live_state, self.place(batch)))
 
     def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(model, *args), jitted once per fn, on the sharded parameters in evaluation mode."""
@@ -186,7 +211,9 @@ class Engine:
 
             def applied(state: TrainState, *args: Any) -> Any:
                 params = bind_params(state.params, self._blueprint.points)
-                return fn(self._blueprint.model.bind(params, state.model_state, jnp.int32(0), train=False), *args)
+                return fn(
+                    self._blueprint.model.bind(params, state.model_state, jnp.zeros(2, jnp.int32), train=False), *args
+                )
 
             self._applied[fn] = jax.jit(applied)
         return self._settled(self._applied[fn](self._live_state, *args))
@@ -194,7 +221,7 @@ class Engine:
     def place(self, batch: Any) -> Any:
         """A batch of host arrays on the mesh, rows split over the batch axes."""
         sharding = self._blueprint.batch_sharding
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), batch)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, _narrow(x)), batch)
 
     def lower_step(self, batch: Any) -> jax.stages.Lowered:
         """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
@@ -202,14 +229,15 @@ class Engine:
 
     def params(self) -> dict[str, np.ndarray]:
         """The weights the optimizer holds (float32 masters where there are any), whole, in true shapes, on the host."""
-        return {path: leaf.cut(np.asarray(self.state.weights[path])) for path, leaf in self.plan.weights.items()}
+        weights = self._live_state.weights
+        return {path: leaf.cut(np.asarray(weights[path])) for path, leaf in self.plan.weights.items()}
 
     def model(self) -> Any:
         """The user's model holding copies of the current parameters in true shapes, in evaluation mode, to call."""
         # Copies: the next step consumes the state's own arrays.
         params, model_state = jax.tree.map(jnp.copy, (self._live_state.params, self._live_state.model_state))
         params = {path: leaf.cut(params[path]) for path, leaf in self.plan.params.items()}
-        return self._blueprint.model.bind(params, model_state, jnp.int32(0), train=False)
+        return self._blueprint.model.bind(params, model_state, jnp.zeros(2, jnp.int32), train=False)
 
     def report(self) -> RenderableType:
         """The start-up report: bytes a device by tree, what stayed whole and why."""
@@ -217,7 +245,7 @@ class Engine:
 
     def arrays(self) -> dict[str, jax.Array]:
         """Every array of the state by name, in stored shapes."""
-        return named(self.state)
+        return named(self._live_state)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The true shape of every array of the state by name."""
@@ -234,7 +262,7 @@ class Engine:
     def load(self, arrays: Mapping[str, jax.Array]) -> None:
         """Take a state from arrays by name, as `targets` describes them."""
         state = from_named(self.plan, arrays)
-        assert_placement(state, self.plan)
+        assert_placement(state, self.plan, self.mesh)
         self.state = state
 
     def save(self, directory: str | Path, record: Mapping[str, Any] | None = None) -> None:
@@ -274,10 +302,29 @@ class Engine:
         return self._train_steps[num_micro_batches]
 
 
+def _warn_of_lost_updates(precision: PrecisionConfig) -> None:
+    if precision.params == "bfloat16" and precision.master is None:
+        warnings.warn(
+            "precision.master = null with precision.params = bfloat16: an update below 1/256 of a weight rounds "
+            "to nothing; precision.master: float32 keeps it",
+            stacklevel=4,  # the caller of `initialize`
+        )
+
+
+def _assert_only_clips(config: OptimizerConfig) -> None:
+    """Raise ConfigError for a setting that the user's own optimizer leaves no say; clip_norm is the step's."""
+    changed = config.model_dump(exclude_defaults=True, exclude={"clip_norm"})
+    for name, value in changed.items():
+        raise ConfigError(
+            f"optimizer.{name} = {value}: has no say, since an optimizer was given; set it there and drop it here "
+            "(optimizer.clip_norm alone holds for any optimizer)"
+        )
+
+
 def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:
     """Whether the configured batch is cut into micro-batches. The default size is not asked of who owns the loop."""
     if "global_batch_size" not in train.model_fields_set:
-        return (train.accumulation_steps or 1) > 1
+        return train.micro_batch_size is not None or (train.accumulation_steps or 1) > 1
     return _accumulation(train, mesh) > 1
 
 
@@ -287,6 +334,17 @@ def _accumulation(train: TrainConfig, mesh: Mesh) -> int:
 
 def _num_batch_shards(mesh: Mesh) -> int:
     return mesh.shape["replica"] * mesh.shape["data"]
+
+
+def _narrow(x: Any) -> np.ndarray:
+    """The array in the dtype JAX keeps it in. Integers that do not fit would wrap around without a word."""
+    array = np.asarray(x)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype != dtype and jnp.issubdtype(dtype, jnp.integer) and array.size:
+        low, high = array.min(), array.max()
+        if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
+            raise DataError(f"the batch holds {array.dtype} from {low} to {high}, and JAX keeps {dtype}: out of range.")
+    return array.astype(dtype, copy=False)
 
 
 def _rows(batch: Any) -> int:

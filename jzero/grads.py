@@ -21,6 +21,8 @@ from jzero.usepoint import Gathered, UsePoint, forget_weights
 
 Loss = Callable[[Any, Any], Any]
 
+_OWN_METRICS = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row", "non_finite_leaf"}
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -49,12 +51,14 @@ def loss_sums(result: Any, batch: Any) -> LossSums:
 
     A scalar is a mean over the rows of its batch; a scalar metric is a mean with the loss's own weight.
     """
+    if isinstance(result, tuple) and len(result) != 2:
+        raise ModelError(f"the loss returned a tuple of {len(result)}; return the loss, or (loss, dict of metrics).")
     value, extras = result if isinstance(result, tuple) else (result, {})
     if not isinstance(extras, Mapping):
         raise ModelError(f"the loss returned (loss, {type(extras).__name__}); the second must be a dict of metrics.")
     rows = jax.tree.leaves(batch)[0].shape[0]
     loss = _weighted("loss", value, jnp.float32(rows))
-    clash = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row"} & set(extras)
+    clash = _OWN_METRICS & set(extras)
     if clash:
         raise ModelError(
             f"extra metric {sorted(clash)[0]!r} has the name of one of jzero's own; call it something else."
@@ -84,12 +88,12 @@ def make_grad_fn(
     num_micro_batches: int,
     accumulate: str,
 ) -> Callable[..., tuple[LossSums, dict[str, jax.Array], dict[str, Any]]]:
-    """fn(params, model_state, batch, fold) -> (LossSums, gradient of the loss total, new model state), engine `xla`.
+    """fn(params, model_state, batch, step) -> (LossSums, gradient of the loss total, new model state), engine `xla`.
 
     batch: arrays of the global batch, leading dim split over the batch axes. Micro-batch j is rows j, j+k, j+2k, ...:
-    the split costs no communication, and which rows meet does not depend on the device count. fold: int32, the number
-    of the step's first micro-batch. Gradients have stored shapes and the placement of plan.gradients; summed over
-    several micro-batches they have dtype `accumulate`.
+    the split costs no communication, and which rows meet does not depend on the device count. step: int32, mixed with
+    the micro-batch's number into random streams. Gradients have stored shapes and the placement of plan.gradients;
+    summed over several micro-batches they have dtype `accumulate`.
     """
     gathers = any(leaf.zero_axes for leaf in plan.params.values())
     loss_fn = forget_weights(make_loss_fn(model, loss, points, train=True), points, gathers=gathers)
@@ -100,24 +104,27 @@ def make_grad_fn(
         return sums, gradients, model_state
 
     if num_micro_batches == 1:
-        return one
+        return lambda params, model_state, batch, step: one(params, model_state, batch, _fold(step, 0))
 
     placement = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.gradients.items()}
 
-    def accumulated(params: Any, model_state: Any, batch: Any, fold: Any) -> Any:
-        def add(carry: Any, micro_batch: Any) -> Any:
-            sums, gradients, model_state, fold = carry
-            new_sums, new_gradients, model_state = one(params, model_state, micro_batch, fold)
+    def accumulated(params: Any, model_state: Any, batch: Any, step: Any) -> Any:
+        def add(carry: Any, numbered: Any) -> Any:
+            sums, gradients, model_state = carry
+            number, micro_batch = numbered
+            new_sums, new_gradients, model_state = one(params, model_state, micro_batch, _fold(step, number))
             wide = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new_gradients)
             gradients = jax.lax.with_sharding_constraint(wide, placement)
-            return (jax.tree.map(jnp.add, sums, new_sums), gradients, model_state, fold + 1), None
+            return (jax.tree.map(jnp.add, sums, new_sums), gradients, model_state), None
 
-        micro_batches = jax.tree.map(lambda x: _split(x, num_micro_batches, mesh), batch)
-        shapes = jax.eval_shape(one, params, model_state, jax.tree.map(lambda x: x[0], micro_batches), fold)
+        micro_batches = split_batch(batch, num_micro_batches, mesh)
+        first = jax.tree.map(lambda x: x[0], micro_batches)
+        shapes = jax.eval_shape(one, params, model_state, first, _fold(step, 0))
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
         gradients = jax.tree.map(lambda g: jnp.zeros(g.shape, accumulate), shapes[1])
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
-        (sums, gradients, model_state, _), _ = jax.lax.scan(add, (sums, gradients, model_state, fold), micro_batches)
+        numbered = (jnp.arange(num_micro_batches, dtype=jnp.int32), micro_batches)
+        (sums, gradients, model_state), _ = jax.lax.scan(add, (sums, gradients, model_state), numbered)
         # The placement the caller asks for would otherwise reach back into the loop: at stage 1 every micro-batch then
         # gathered the whole gradient once more (measured).
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
@@ -126,10 +133,20 @@ def make_grad_fn(
     return accumulated
 
 
-def _split(array: jax.Array, num_micro_batches: int, mesh: Mesh) -> jax.Array:
-    # This reshape keeps each device's rows on the device; reshape(k, B // k, ...) would cost an all-to-all.
-    rows = array.reshape(array.shape[0] // num_micro_batches, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
-    return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
+def split_batch(batch: Any, num_micro_batches: int, mesh: Mesh) -> Any:
+    """Arrays [B, ...] as [num_micro_batches, B / num_micro_batches, ...]: micro-batch j is rows j, j+k, j+2k, ..."""
+
+    def split(array: jax.Array) -> jax.Array:
+        # This reshape keeps each device's rows on the device; reshape(k, B // k, ...) would cost an all-to-all.
+        rows = array.reshape(array.shape[0] // num_micro_batches, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
+
+    return jax.tree.map(split, batch)
+
+
+def _fold(step: Any, micro_batch: Any) -> jax.Array:
+    """What random streams are mixed with. Two numbers, not step * k + j: k may change when a run goes on."""
+    return jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro_batch, jnp.int32)])
 
 
 def _weighted(name: str, value: Any, weight: jax.Array) -> WeightedLoss:
@@ -148,4 +165,5 @@ def _scalar(name: str, value: Any) -> jax.Array:
 
 
 def _mean(sums: WeightedLoss) -> jax.Array:
-    return jnp.where(sums.weight > 0, sums.total / jnp.where(sums.weight > 0, sums.weight, 1.0), 0.0)
+    # A weight of NaN is no zero: it shows.
+    return jnp.where(sums.weight == 0, 0.0, sums.total / jnp.where(sums.weight == 0, 1.0, sums.weight))

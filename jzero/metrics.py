@@ -149,8 +149,10 @@ class MetricWriter:
     too.
     """
 
-    def __init__(self, sinks: Sequence[Sink], throughput: Throughput):
+    def __init__(self, sinks: Sequence[Sink], throughput: Throughput, leaves: Sequence[str] = ()):
+        """leaves: names behind the number `non_finite_leaf`; no sink gets it, the row handed back does."""
         self._sinks = sinks
+        self._leaves = leaves
         self._throughput = throughput
         self._held: Row | None = None
 
@@ -183,8 +185,9 @@ class MetricWriter:
         values = jax.device_get(list(held.values()))
         row = {name: np.asarray(value).item() for name, value in zip(held, values, strict=True)}
         row["tokens_per_second"] = self._throughput.step_finished()
+        broken = row.pop("non_finite_leaf", -1)
         self._pass_on(row)
-        return row
+        return row if broken < 0 else {**row, "non_finite_leaf": self._leaves[broken]}
 
     def _pass_on(self, row: Row) -> None:
         for sink in self._sinks:

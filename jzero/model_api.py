@@ -31,7 +31,7 @@ class Model(Protocol):
         ...
 
     def bind(self, params: Mapping[str, Any], model_state: Mapping[str, Any], fold: Any, *, train: bool) -> Any:
-        """The model as a loss calls it. fold: int32 scalar mixed into every random stream, one value a micro-batch."""
+        """The model as a loss calls it. fold: int32 [2], step and micro-batch, mixed into every random stream."""
         ...
 
     def collect(self, bound: Any) -> Arrays:
@@ -58,6 +58,6 @@ def host_copies(values: Arrays) -> Arrays:
 
 
 def fold_in(key: jax.Array, fold: Any) -> jax.Array:
-    """A key, or an array of keys (one a scanned layer), mixed with the micro-batch's number."""
-    flat = jax.vmap(lambda k: jax.random.fold_in(k, fold))(key.reshape(-1))
+    """A key, or an array of keys (one a scanned layer), mixed with the numbers of step and micro-batch."""
+    flat = jax.vmap(lambda k: jax.random.fold_in(jax.random.fold_in(k, fold[0]), fold[1]))(key.reshape(-1))
     return flat.reshape(key.shape)

@@ -2,6 +2,7 @@
 module."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ def adapt_builder(build: Callable[[nnx.Rngs], Any]) -> NNXModel:
     A parameter that nnx.vmap stacked afterwards has more dims than that: those are its stack dims.
     """
     created: dict[str, tuple[int, ...]] = {}
+    _assert_takes_rngs(build)
 
     def split() -> Any:
         module = build(nnx.Rngs(0))
@@ -94,6 +96,17 @@ def adapt_builder(build: Callable[[nnx.Rngs], Any]) -> NNXModel:
         # Not nnx.eval_shape, which loses arrays that are no variables.
         graphdef, *abstract = jax.eval_shape(split)
     return _adapt(graphdef, abstract, created, build, None)
+
+
+def _assert_takes_rngs(build: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(build).bind(None)
+    except TypeError as error:
+        raise ModelError(
+            f"the model function cannot be called with one nnx.Rngs ({error}): make it lambda rngs: MyModel(rngs=rngs)."
+        ) from error
+    except ValueError:  # it tells no signature
+        return
 
 
 def adapt_built(module: nnx.Module) -> NNXModel:

@@ -108,6 +108,13 @@ def decay_mask(num_stack_dims: Mapping[str, int], shapes: Mapping[str, Sequence[
     }
 
 
+def assert_drivable(tx: Any, params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raise ModelError unless `tx` is an optax transformation that `tx.update(gradients, state, params)` drives."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ModelError(f"optimizer is {tx!r}: give an optax transformation such as optax.adamw(1e-3), called.")
+    _trace_update(tx, dict(params))
+
+
 def is_elementwise(tx: optax.GradientTransformation, params: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
     """Whether `tx` moves every element by that element's own gradient, state and value alone.
 
@@ -117,8 +124,7 @@ def is_elementwise(tx: optax.GradientTransformation, params: Mapping[str, jax.Sh
     shape. Whatever is unknown is False. Scalars, such as counts and learning rates, may be computed in any
     way.
 
-    Raises:
-        ModelError: `tx` cannot be called as `tx.update(gradients, state, params)`.
+    Raises ModelError like `assert_drivable`.
     """
     params = dict(params)
     program = _trace_update(tx, params)
@@ -158,10 +164,11 @@ def _trace_update(tx: optax.GradientTransformation, params: dict[str, Any]) -> c
         # optax relies on implicit promotion (Adam's b1**count), which a caller's strict mode forbids.
         with jax.numpy_dtype_promotion("standard"):
             return jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params)
-    except TypeError as error:
+    except Exception as error:
         raise ModelError(
-            f"optimizer.update(gradients, state, params) raised TypeError: {error}. jzero passes these three "
-            "only, so an optimizer that also wants the loss, or a function to call, cannot be driven"
+            f"optimizer.update(gradients, state, params) raised {type(error).__name__}: {error}. jzero passes these "
+            "three only, and parameters as a flat dict of arrays, so an optimizer that also wants the loss, a function "
+            "to call, or parameters of another kind cannot be driven"
         ) from error
 
 

@@ -150,9 +150,9 @@ def make_plan(
     axis size for a model's own spec that does not fit.
     """
     axes = zero_axes(zero, axis_sizes)
-    count = max(_extent(entry, axis_sizes) for entry in axes.values())
+    widest = max(axes.values(), key=len)
     placed = {
-        path: _place(path, p.shape, p.stack_ndim, _own_spec(path, p, axis_sizes), count, zero.min_shard_elements)
+        path: _place(path, p.shape, p.stack_ndim, _own_spec(path, p, axis_sizes), widest, axis_sizes, zero)
         for path, p in params.items()
     }
 
@@ -161,8 +161,8 @@ def make_plan(
             path: replace(
                 leaf,
                 dtype=stored_dtype(params[path].dtype, dtype),
-                zero_axes=axes[kind] if leaf.dim is not None else (),
-                reason=leaf.reason if leaf.dim is None or axes[kind] else f"whole: {kind} at stage {zero.stage}",
+                zero_axes=_on_top(axes[kind], leaf),
+                reason=_reason(leaf, kind, _on_top(axes[kind], leaf), zero.stage),
             )
             for path, leaf in placed.items()
         }
@@ -195,8 +195,8 @@ def zero_axes(zero: ZeroConfig, axis_sizes: Mapping[str, int]) -> dict[str, tupl
     contiguous slice that a parameter sharded over `data` only holds.
     """
     groups = {"node": ("data",), "all": ("data", "replica")}
-    group = tuple(a for a in groups[zero.group] if axis_sizes[a] > 1)
-    optimizer_group = tuple(a for a in groups[zero.optimizer_group or zero.group] if axis_sizes[a] > 1)
+    group = tuple(a for a in groups[zero.group] if axis_sizes.get(a, 1) > 1)
+    optimizer_group = tuple(a for a in groups[zero.optimizer_group or zero.group] if axis_sizes.get(a, 1) > 1)
     return {
         "parameters": group if zero.stage >= 3 else (),
         "gradients": group if zero.stage >= 2 else (),
@@ -234,14 +234,19 @@ def _place(
     shape: tuple[int, ...],
     stack_ndim: int,
     own_spec: tuple[Entry, ...],
-    count: int,
-    min_elements: int,
+    axes: tuple[str, ...],
+    axis_sizes: Mapping[str, int],
+    zero: ZeroConfig,
 ) -> LeafPlan:
-    """Split or whole, and why; dtype and axes are filled in per tree."""
+    """Split over `axes` (those of the tree that is split most) or whole, and why; dtype and the axes of each tree are
+    filled in later. Axes that the model's own spec has taken are not used again."""
     whole = _unsplit(path, shape, None, "", own_spec)
-    gathered = math.prod(shape[stack_ndim:])
-    if count == 1:
+    gathered, min_elements = math.prod(shape[stack_ndim:]), zero.min_shard_elements
+    count = _extent(_unused(axes, own_spec), axis_sizes)
+    if not axes:
         return replace(whole, reason="whole: nothing to split over")
+    if count == 1:
+        return replace(whole, reason=f"whole: the model's own {own_spec} has taken {', '.join(axes)}")
     if len(shape) == stack_ndim:
         return replace(whole, reason="whole: scalar" + (" (a layer)" if stack_ndim else ""))
     if gathered < min_elements:
@@ -253,6 +258,24 @@ def _place(
     dim, stored = chosen
     padding = f", padded to {stored[dim]}" if stored != shape else ""
     return replace(whole, stored_shape=stored, dim=dim, reason=f"dim {dim} ({shape[dim]}{padding}) over {count}")
+
+
+def _reason(leaf: LeafPlan, tree: str, axes: tuple[str, ...], stage: int) -> str:
+    if leaf.dim is None or axes:
+        return leaf.reason
+    return f"whole: {tree} at stage {stage}" + (
+        f", but for the model's own {leaf.own_spec}" if any(leaf.own_spec) else ""
+    )
+
+
+def _unused(axes: tuple[str, ...], own_spec: tuple[Entry, ...]) -> tuple[str, ...]:
+    taken = {axis for entry in own_spec for axis in _names(entry)}
+    return tuple(axis for axis in axes if axis not in taken)
+
+
+def _on_top(axes: tuple[str, ...], leaf: LeafPlan) -> tuple[str, ...]:
+    """The axes of a tree that a leaf is split over, beside those that the model itself splits it over."""
+    return () if leaf.dim is None else _unused(axes, leaf.own_spec)
 
 
 def _unsplit(
@@ -267,6 +290,7 @@ def _own_spec(path: str, param: AbstractParam, axis_sizes: Mapping[str, int]) ->
     if len(param.spec) > len(param.shape):
         raise PlanError(f"{path}: its spec {param.spec} has more entries than its shape {param.shape} has dimensions.")
     spec = param.spec + (None,) * (len(param.shape) - len(param.spec))
+    seen = set()
     for dim, entry in enumerate(spec):
         for axis in _names(entry):
             if axis not in axis_sizes:
@@ -274,6 +298,12 @@ def _own_spec(path: str, param: AbstractParam, axis_sizes: Mapping[str, int]) ->
                     f"{path}: dim {dim} names axis {axis!r}, which the mesh has not. "
                     f"Its axes are {', '.join(axis_sizes)}; name one of them in the model's sharding."
                 )
+            if axis in seen:
+                raise PlanError(
+                    f"{path}: dim {dim} names axis {axis!r} again; an axis splits one dim of {param.shape}, but the "
+                    f"model's own sharding is {param.spec}. Leave one of them out."
+                )
+            seen.add(axis)
         if param.shape[dim] % _extent(entry, axis_sizes):
             raise PlanError(
                 f"{path}: dim {dim} of size {param.shape[dim]} does not divide over {entry!r} of size "
@@ -292,18 +322,19 @@ def _plan_optimizer(
     """LeafPlans in the structure of the optax state: a leaf under its parameter's path and of its shape follows the
     parameter, any other array is placed by its own shape, scalars stay whole."""
     abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in weights.items()}
-    count = _extent(axes, axis_sizes)
 
     def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> LeafPlan:
         # By path, not by optax.tree_map_params: that fails on masked states (measured: optax 0.2.8, contrib.muon).
         named = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey) and key.key in weights]
         placed = weights[named[-1]] if named else None
         if placed is None or placed.shape != leaf.shape:
-            placed = _place("", leaf.shape, 0, (None,) * len(leaf.shape), count, zero.min_shard_elements)
+            placed = _place("", leaf.shape, 0, (None,) * len(leaf.shape), axes, axis_sizes, zero)
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        return replace(placed, path=path, dtype=leaf.dtype, zero_axes=axes if placed.dim is not None else ())
+        return replace(placed, path=path, dtype=leaf.dtype, zero_axes=_on_top(axes, placed))
 
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, abstract))
+    with jax.numpy_dtype_promotion("standard"):  # as optax relies on
+        state = jax.eval_shape(optimizer.init, abstract)
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def _leaves(tree: Any) -> Iterator[LeafPlan]:

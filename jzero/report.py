@@ -48,9 +48,10 @@ def _notes(plan: Plan) -> list[Text]:
             "whole",
             [(leaf.path, leaf.reason.removeprefix("whole: "), _bytes(leaf)) for leaf in plan.whole_leaves().values()],
         )
+    # Of the weights the optimizer updates: the parameters' own reason may be that their stage keeps them whole.
     padded = [
-        (leaf.path, leaf.reason, _bytes(leaf) - math.prod(leaf.shape) * leaf.dtype.itemsize)
-        for leaf in plan.params.values()
+        (leaf.path, plan.weights[path].reason, _bytes(leaf) - math.prod(leaf.shape) * leaf.dtype.itemsize)
+        for path, leaf in plan.params.items()
         if leaf.padded
     ]
     return notes + _listing("padded", padded)
@@ -61,7 +62,7 @@ def _listing(word: str, rows: list[tuple[str, str, int]]) -> list[Text]:
         return []
     rows = sorted(rows, key=lambda row: -row[2])
     total = sum(size for *_, size in rows)
-    lines = [f"{len(rows)} parameters {word}, {human_bytes(total)} in all:"]
+    lines = [f"{len(rows)} parameter{'s' if len(rows) > 1 else ''} {word}, {human_bytes(total)} in all:"]
     lines += [f"  {path}  {human_bytes(size)}  {reason}" for path, reason, size in rows[:_SHOWN]]
     if len(rows) > _SHOWN:
         lines.append(f"  ... and {len(rows) - _SHOWN} more")

@@ -1,5 +1,6 @@
 """A run directory: what lies where, whose run it is, and from which step that run goes on."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 from jzero.config import Config, dump_config, load_config, make_config
 from jzero.errors import CheckpointError, ConfigError
-from jzero.manifest import complete_steps, listing, step_numbers
+from jzero.manifest import BrokenStepError, Manifest, assert_intact, complete_steps, listing, step_numbers
+
+logger = logging.getLogger(__name__)
 
 # A run is its model, data, optimizer, precision and seed, less the settings that only say how it is computed.
 # Placement, batch size and length may change from one start to the next.
@@ -81,7 +84,7 @@ def find_start(config: Config, directory: RunDirectory) -> int | None:
     Raises CheckpointError where the policy forbids what is there, and for a directory that holds another run.
     """
     policy, run_dir = config.checkpoint.resume, config.train.run_dir
-    present, complete = step_numbers(directory.checkpoints), complete_steps(directory.checkpoints)
+    present, complete = step_numbers(directory.checkpoints), _complete(config, directory)
     latest = max(complete, default=None)
     steps = listing(present)
     if policy == "never" and present:
@@ -107,6 +110,21 @@ def find_start(config: Config, directory: RunDirectory) -> int | None:
             + "\n".join(f"  {line}" for line in differences)
         )
     return latest
+
+
+def _complete(config: Config, directory: RunDirectory) -> dict[int, Manifest]:
+    """The complete checkpoints. One that would end the run at once is read through: none but its checksums speak up."""
+    complete = complete_steps(directory.checkpoints)
+    for step in sorted(complete, reverse=True):
+        if step < config.train.num_steps:
+            break
+        try:
+            assert_intact(directory.checkpoints, complete[step])
+            break
+        except BrokenStepError as error:
+            logger.warning("%s; passed over", error)
+            del complete[step]
+    return complete
 
 
 def find_differences(earlier: Config, now: Config) -> list[str]:

@@ -27,6 +27,8 @@ def start(runtime: RuntimeConfig) -> None:
     if _jax_has_started():
         _check_in_force(runtime, platform, missing)
         return
+    if runtime.fake_devices:
+        _check_count(runtime.fake_devices)
     if platform != "auto":
         _choose_platform(runtime, platform)
     if missing:
@@ -64,6 +66,16 @@ def _check_in_force(runtime: RuntimeConfig, platform: str, missing: list[str]) -
         if jax.local_device_count() != int(value):
             count = f"runtime.fake_devices = {value}, but there are {jax.local_device_count()} CPU devices"
             raise ConfigError(f"{count}: {late}")
+
+
+def _check_count(fake_devices: int) -> None:
+    """JAX's own setting of the count would win without a word."""
+    jax = sys.modules.get("jax")
+    count = jax.config.jax_num_cpu_devices if jax else int(os.environ.get("JAX_NUM_CPU_DEVICES", -1))
+    if count not in (-1, fake_devices):
+        raise ConfigError(
+            f"runtime.fake_devices = {fake_devices}: JAX_NUM_CPU_DEVICES = {count} contradicts it; unset one of the two"
+        )
 
 
 def _choose_platform(runtime: RuntimeConfig, platform: str) -> None:

@@ -72,7 +72,8 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan
 
     def finish(weights: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         params = {path: weights[path].astype(leaf.dtype) for path, leaf in plan.params.items()}
-        opt_state = optimizer.init({path: leaf.cut(weights[path]) for path, leaf in weight_plans.items()})
+        with jax.numpy_dtype_promotion("standard"):  # as optax relies on
+            opt_state = optimizer.init({path: leaf.cut(weights[path]) for path, leaf in weight_plans.items()})
         return params if plan.master else {}, map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
 
     out = (placement.weights, placement.model_state)
@@ -99,19 +100,17 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan
     )
 
 
-def assert_placement(state: TrainState, plan: Plan) -> None:
-    """Raise PlanError unless every array of the state has the planned shape, dtype and bytes on each device."""
+def assert_placement(state: TrainState, plan: Plan, mesh: Mesh) -> None:
+    """Raise PlanError unless every array of the state has the planned shape and dtype, and its shards lie as planned:
+    on the mesh's devices, along the planned dims."""
     faults = []
+    placement = named(shardings(plan, mesh))
     for (name, leaf), array in zip(named(plan_tree(plan)).items(), named(state).values(), strict=True):
         if (array.shape, array.dtype) != (leaf.stored_shape, leaf.dtype):
             faults.append(f"{name}: {array.dtype}{array.shape}, planned {leaf.dtype}{leaf.stored_shape}")
-        elif not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            placed, wanted = (
-                max(s.data.nbytes for s in array.addressable_shards),
-                leaf.bytes_per_device(plan.axis_sizes),
-            )
-            if placed != wanted:
-                faults.append(f"{name}: {placed} bytes on a device, planned {wanted} ({leaf.spec})")
+        elif not array.sharding.is_equivalent_to(placement[name], array.ndim):
+            held = max(shard.data.size for shard in array.addressable_shards)
+            faults.append(f"{name}: {held} of {array.size} elements a device, {array.sharding}, planned {leaf.spec}")
     if faults:
         raise PlanError("the state does not lie where the plan says:\n  " + "\n  ".join(faults[:12]))
 

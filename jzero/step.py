@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.grads import make_loss_fn
+from jzero.grads import make_loss_fn, split_batch
 from jzero.plan import Plan, map_leaves
 from jzero.state import TrainState, shardings
 
@@ -22,7 +22,6 @@ def make_train_step(
     mesh: Mesh,
     *,
     elementwise: bool,
-    num_micro_batches: int,
     clip_norm: float | None,
     schedule: optax.Schedule | None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
@@ -40,12 +39,14 @@ def make_train_step(
     update = _make_update(optimizer, plan, sharded, placement.opt_state, elementwise)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        sums, gradients, model_state = grad_fn(state.params, state.model_state, batch, state.step * num_micro_batches)
+        sums, gradients, model_state = grad_fn(state.params, state.model_state, batch, state.step)
         weights = jax.lax.with_sharding_constraint(state.weights, sharded)
         gradients = jax.lax.with_sharding_constraint(gradients, sharded)
         means = sums.means()
-        norm, gradients = _average_and_clip(gradients, weights, sums.loss.weight, clip_norm)
-        finite = jnp.isfinite(norm) & jnp.isfinite(means["loss"])
+        # In the plan's order: jit and constraints sort a dict by its keys.
+        gradients = {path: gradients[path] for path in plan.gradients}
+        norm, broken, gradients = _average_and_clip(gradients, weights, sums.loss.weight, clip_norm)
+        finite = jnp.isfinite(norm) & jnp.isfinite(means["loss"]) & jnp.isfinite(sums.loss.weight)
         applied = finite & (sums.loss.weight > 0)
         new_weights, new_opt_state = update(gradients, state.opt_state, weights)
 
@@ -64,12 +65,8 @@ def make_train_step(
             skipped=jnp.where(applied, state.skipped, state.skipped + 1),
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
         )
-        metrics = {
-            **means,
-            "grad_norm": norm,
-            "skipped": new_state.skipped,
-            "skipped_in_a_row": new_state.skipped_in_a_row,
-        }
+        counters = {"skipped": new_state.skipped, "skipped_in_a_row": new_state.skipped_in_a_row}
+        metrics = {**means, "grad_norm": norm, **counters, "non_finite_leaf": broken}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         return new_state, metrics
@@ -91,7 +88,7 @@ def _make_update(
         # optax mixes int32 counts with float32, which a caller's strict promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(gradients, opt_state, weights)
-        weights = optax.apply_updates(weights, updates)
+            weights = optax.apply_updates(weights, updates)
         if not elementwise:
             weights = {path: leaf.pad(weights[path]) for path, leaf in plan.weights.items()}
             opt_state = map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
@@ -100,23 +97,34 @@ def _make_update(
     return update
 
 
-def make_eval_step(model: Any, loss: Any, points: Any) -> Callable[[TrainState, Any], Metrics]:
-    """evaluate(state, batch) -> loss, weight and extra metrics, in evaluation mode; the state is only read."""
+def make_eval_step(
+    model: Any, loss: Any, points: Any, mesh: Mesh, num_micro_batches: int
+) -> Callable[[TrainState, Any], Metrics]:
+    """evaluate(state, batch) -> loss, weight and extra metrics, in evaluation mode; the state is only read. In as many
+    parts, one after the other, as training would take: what a training step has room for has to do."""
     loss_fn = make_loss_fn(model, loss, points, train=False)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
-        _, (sums, _) = loss_fn(state.params, state.model_state, batch, jnp.zeros((), jnp.int32))
-        return sums.means()
+        def sums_of(micro_batch: Any) -> Any:
+            return loss_fn(state.params, state.model_state, micro_batch, jnp.zeros(2, jnp.int32))[1][0]
+
+        if num_micro_batches == 1:
+            return sums_of(batch).means()
+        parts = jax.lax.map(sums_of, split_batch(batch, num_micro_batches, mesh))
+        return jax.tree.map(lambda part: part.sum(0), parts).means()
 
     return jax.jit(evaluate)
 
 
 def _average_and_clip(
-    gradients: Any, weights: Any, weight: jax.Array, clip_norm: float | None
-) -> tuple[jax.Array, Any]:
-    """The global norm of the mean gradient (float32, before clipping); the clipped gradient in the weights' dtypes."""
+    gradients: dict[str, Any], weights: dict[str, Any], weight: jax.Array, clip_norm: float | None
+) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    """The global norm of the mean gradient (float32, before clipping); the number of the first leaf in it that is not
+    finite, or -1; the clipped gradient in the weights' dtypes."""
     scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)
-    mean = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradients)
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(mean)))
+    mean = {path: g.astype(jnp.float32) * scale for path, g in gradients.items()}
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in mean.values()))
+    broken = jnp.stack([~jnp.isfinite(g).all() for g in mean.values()])
+    first = jnp.where(broken.any(), jnp.argmax(broken), -1).astype(jnp.int32)
     factor = 1.0 if clip_norm is None else clip_norm / jnp.maximum(norm, clip_norm)
-    return norm, jax.tree.map(lambda g, w: (g * factor).astype(w.dtype), mean, weights)
+    return norm, first, {path: (g * factor).astype(weights[path].dtype) for path, g in mean.items()}

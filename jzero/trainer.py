@@ -126,7 +126,7 @@ class Trainer:
         say(self.console, f"step {progress.step} of {num_steps} in {self.directory.path}")
         throughput = Throughput(self.batch_size * self.config.data.sequence_length)
         with (
-            closing(MetricWriter(self._make_sinks(), throughput)) as writer,
+            closing(MetricWriter(self._make_sinks(), throughput, list(self.engine.plan.gradients))) as writer,
             closing(self.data.train_batches(progress.next_sample, num_steps - progress.step)) as batches,
             stop_signals() as stop,
         ):
@@ -188,19 +188,19 @@ class Trainer:
         elif progress.skipped_in_a_row == 1:
             say(
                 self.console,
-                f"step {row['step']} skipped: loss or gradients are not finite (loss {row['loss']})",
+                f"step {row['step']} skipped: {_non_finite(row)}",
             )
         if progress.skipped_in_a_row >= limit:
-            raise NonFiniteError(self._non_finite_message(row["step"]))
+            raise NonFiniteError(self._non_finite_message(row))
 
-    def _non_finite_message(self, step: int) -> str:
+    def _non_finite_message(self, row: Row) -> str:
         self.checkpointer.wait()
         progress, latest = self.progress, self.checkpointer.latest_step()
         saved = "none" if latest is None else self.directory.checkpoint(latest)
         finite = "none since this start" if progress.last_finite_loss is None else progress.last_finite_loss
         return (
-            f"step {step} is the last of {progress.skipped_in_a_row} in a row whose loss or gradients are "
-            f"not finite (train.max_skipped_steps={self.config.train.max_skipped_steps}).\n"
+            f"step {row['step']} is the last of {progress.skipped_in_a_row} in a row whose loss or gradients are "
+            f"not finite (train.max_skipped_steps={self.config.train.max_skipped_steps}): {_non_finite(row)}.\n"
             f"Last finite loss: {finite}. Last good checkpoint: {saved}.\n"
             "Lower optimizer.learning_rate, or look at the data from there on."
         )
@@ -274,6 +274,11 @@ class Trainer:
         prompt = tokenizer.encode(train.sample_prompt) if train.sample_prompt else [tokenizer.end_of_document]
         tokens = self.engine.apply(continue_text, np.array([prompt], np.int32), jax.random.key(train.seed))
         return tokenizer.decode(np.asarray(tokens)[0])
+
+
+def _non_finite(row: Row) -> str:
+    leaf = row.get("non_finite_leaf")
+    return f"loss {row['loss']}" + (f", gradient of {leaf} not finite" if leaf else "")
 
 
 def _due(step: int, every: int) -> bool:

@@ -255,11 +255,11 @@ def forget_weights(fn: Callable[..., Any], points: Mapping[str, UsePoint], *, ga
 
     def forgetful(*args: Any) -> Any:
         program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        if any(equation.primitive is primitives.remat_p for equation in equations(program)):
-            return fn(*args)
-        stacks = {use.stored_shape for use in points.values()}
-        run = core.jaxpr_as_fun(_forget_in_scans(program, stacks, policy))
-        if gathers:
+        rematerialised = any(equation.primitive is primitives.remat_p for equation in equations(program))
+        if not rematerialised:
+            program = _forget_in_scans(program, {use.stored_shape for use in points.values()}, policy)
+        run = core.jaxpr_as_fun(program)
+        if gathers and not rematerialised:
             run = jax.checkpoint(run, policy=policy)
         return jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves(args)))
 

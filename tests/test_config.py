@@ -507,6 +507,9 @@ def test_a_config_cannot_change_and_can_be_a_key():
         ({"preset": "bf16", "master": None}, "bfloat16", "bfloat16", None),
         ({"compute": "bfloat16"}, "float32", "bfloat16", None),
         ({"params": "bfloat16", "master": "float32"}, "bfloat16", "float32", "float32"),
+        # Updates of bfloat16 parameters are lost without a master: only the word null asks for that.
+        ({"params": "bfloat16"}, "bfloat16", "float32", "float32"),
+        ({"params": "bfloat16", "master": None}, "bfloat16", "float32", None),
         # Parameters as wide as the preset's master copy need no copy.
         ({"preset": "bf16", "params": "float32"}, "float32", "bfloat16", None),
     ],

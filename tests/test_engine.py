@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 from flax import nnx
 
 import jzero
+from jzero import engine as engine_module
 from jzero.config import ZeroConfig
 from jzero.errors import CheckpointError, ConfigError, PlanError, UserError
 
@@ -124,6 +126,32 @@ print(len(jax.devices("cpu")))
     assert devices == "3"
 
 
+def test_planning_needs_no_devices():
+    """A model for 64 devices is planned where JAX can start none."""
+    code = """
+import jax, optax
+import jzero
+from jzero.config import ModelConfig, make_config
+from jzero.adapt import adapt
+from jzero.models import build_model
+config = make_config({"precision": "bf16"})
+model = adapt(build_model(ModelConfig(hidden_size=512), 1024))
+sizes = {"replica": 8, "data": 8, "tensor": 1}
+plan = jzero.make_plan(model.params, sizes, config.zero, config.precision, optax.adamw(1e-3), model.model_state)
+print(plan.num_parameters, plan.bytes_per_device()["parameters"])
+try:
+    jax.devices()
+except RuntimeError:
+    print("no devices")
+"""
+    env = {"JAX_PLATFORMS": "nonsense", "PATH": "", "PYTHONPATH": str(Path(jzero.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    planned, devices = done.stdout.splitlines()
+    elements, a_device = map(int, planned.split())
+    assert elements / 64 <= a_device / 2 < 1.1 * elements / 64
+    assert devices == "no devices"
+
+
 def test_exported_names_are_there_and_say_what_they_are():
     documented = {"initialize", "Engine", "Config", "load_config", "WeightedLoss", "cross_entropy", "Plan", "make_plan"}
     assert documented | {"JzeroError", "UserError", "__version__"} <= set(jzero.__all__)
@@ -185,6 +213,63 @@ def test_configs_that_cannot_work_are_refused_before_the_model_is_built(config, 
         jzero.initialize(build, loss, optax.sgd(0.1), config)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "config", "message"),
+    [
+        (optax.adam, {}, "optimizer is <function adam .*optax.adamw.1e-3., called"),
+        (optax.lbfgs(), {}, "raised TypeError: .*jzero passes these three only"),
+        (optax.lookahead(optax.sgd(0.1), 5, 0.5), {}, "parameters of another kind cannot be driven"),
+        (optax.adam(1e-3), {"optimizer": {"learning_rate": 7.0}}, "optimizer.learning_rate = 7.0: has no say"),
+        (optax.adam(1e-3), {"optimizer": {"name": "sgd"}}, "optimizer.name = sgd: has no say"),
+    ],
+    ids=["not called", "lbfgs", "lookahead", "learning rate", "name"],
+)
+def test_optimizers_that_cannot_work_are_refused_before_anything_is_placed(optimizer, config, message, monkeypatch):
+    monkeypatch.setattr(engine_module, "init_state", pytest.fail)
+    with pytest.raises(jzero.UserError, match=message):
+        jzero.initialize(toys.mlp, toys.square_loss, optimizer, config)
+
+
+def test_a_model_function_that_takes_no_rngs_is_refused():
+    with pytest.raises(jzero.UserError, match="lambda rngs: MyModel"):
+        jzero.initialize(lambda: toys.mlp(nnx.Rngs(0)), toys.square_loss, optax.sgd(0.1), {})
+
+
+def test_integers_that_jax_would_wrap_around_are_refused():
+    engine = jzero.initialize(toys.mlp, lambda model, batch: model.up.bias.sum() + 0 * batch.sum(), optax.sgd(0.1), {})
+    rows = np.arange(8, dtype=np.int64)
+    assert engine.place(rows).dtype == jnp.int32
+    with pytest.raises(UserError, match=r"int64 from 1 to 4294967299, and JAX keeps int32"):
+        engine.step(np.where(rows == 0, 2**32 + 3, rows))
+
+
+@pytest.mark.parametrize(
+    ("train", "rows", "parts"),
+    [
+        ({}, 32, 1),
+        ({"global_batch_size": 32, "accumulation_steps": 4}, 32, 4),
+        ({"micro_batch_size": 2}, 32, 2),
+        ({"micro_batch_size": 2}, 40, 5),  # 5 rows a device: as they divide
+        ({"micro_batch_size": 2}, 8, 1),
+        ({"accumulation_steps": 4}, 16, 2),
+    ],
+)
+def test_an_evaluation_takes_no_more_rows_at_once_than_training(train, rows, parts):
+    """What fits while it trains fits while it evaluates, and gives the mean over all rows."""
+    seen = set()
+
+    def loss(model, batch):
+        seen.add(batch["x"].shape[0])
+        return toys.square_loss(model, batch)
+
+    engine = jzero.initialize(toys.mlp, loss, optax.sgd(0.1), {"train": train})
+    batch = toys.square_batch(rows, 0)
+    evaluated = engine.evaluate(batch)
+    assert seen == {rows // parts}
+    with jax.default_matmul_precision("highest"):
+        assert float(evaluated["loss"]) == pytest.approx(float(toys.square_loss(engine.model(), batch)), rel=1e-5)
+
+
 # Batches.
 
 
@@ -194,12 +279,13 @@ def test_configs_that_cannot_work_are_refused_before_the_model_is_built(config, 
     [
         ({"x": X[:20], "y": X[:20]}, r"the batch has 20 rows, .* over 8 devices .*; give 16 or 24"),
         ({"x": X[:5], "y": X[:5]}, r"the batch has 5 rows, .* over 8 devices .*; give 8 or 8"),
+        ({"x": X[:0], "y": X[:0]}, r"the batch has no rows"),
         ({"x": X, "y": X[:16]}, r"leading dimensions \[\(16,\), \(24,\)\]; they must be one and the same"),
         ({"x": X, "y": np.float32(1)}, r"leading dimensions \[\(\), \(24,\)\]; they must"),
         ({"x": np.float32(1)}, r"leading dimensions \[\(\)\]; they must"),
         ({}, r"leading dimensions \[\]; they must"),
     ],
-    ids=["20 rows", "5 rows", "ragged", "a scalar", "only scalars", "nothing"],
+    ids=["20 rows", "5 rows", "no rows", "ragged", "a scalar", "only scalars", "nothing"],
 )
 def test_batches_that_do_not_fit_are_refused(trained, method, batch, message):
     before = int(trained["engine"].state.step)
@@ -258,6 +344,40 @@ def test_batches_may_be_any_tree_of_host_or_device_arrays(trained):
     assert placed["x"].addressable_shards[0].data.shape == (3, 7)
     for batch in (on_one_device, placed):
         assert float(engine.evaluate(batch)["loss"]) == expected
+
+
+LONGER = {"x": np.resize(X, (32, 7)), "y": np.ones((32, 5), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ((lambda rngs: Net(rngs), loss, LONGER), {"train": {"global_batch_size": 32, "accumulation_steps": 4}}),
+        ((toys.scanned_decoder, toys.token_loss, toys.token_batch(16, 0)), {"precision": "bf16"}),
+    ],
+    ids=["batch statistics, dropout, k=4", "bf16"],
+)
+def test_one_compilation_serves_a_whole_run(model, config, caplog, tmp_path):
+    """Evaluations between, and going on from a checkpoint, included."""
+    build, loss, batch = model
+    engine = jzero.initialize(build, loss, None, {"zero": {"stage": 3, "min_shard_elements": 0}} | config)
+
+    def compiled() -> list[str]:
+        told = [r.getMessage() for r in caplog.records]
+        return [t.split("jit(")[1].split(")")[0] for t in told if t.startswith("Finished XLA compilation of jit(")]
+
+    with jax.log_compiles():
+        for _ in range(2):
+            engine.step(batch)
+            engine.evaluate(batch)
+        engine.save(tmp_path)
+        engine.step(batch)
+        engine.restore(tmp_path)
+        for _ in range(2):
+            engine.step(batch)
+            engine.evaluate(batch)
+    names = compiled()
+    assert (names.count("step"), names.count("evaluate")) == (1, 1), names
 
 
 # Looking at the model.
@@ -327,6 +447,59 @@ def test_checkpoint_of_one_device_opens_on_eight(tmp_path, trained):
     assert_same(true_arrays(eight), true_arrays(one))
     losses = [[float(engine.step(BATCH)["loss"]) for _ in range(2)] for engine in (one, eight)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+class Pair(nnx.Module):
+    """Two layers whose sizes pad on 3 and on 8 devices; `split`: the model itself splits them over the tensor axis."""
+
+    def __init__(self, rngs: nnx.Rngs, split: bool):
+        init = nnx.initializers.lecun_normal()
+        place = lambda *spec: nnx.with_partitioning(init, spec) if split else init
+        self.up = nnx.Linear(7, 38, kernel_init=place(None, "tensor"), rngs=rngs)
+        self.down = nnx.Linear(38, 5, kernel_init=place("tensor", None), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.tanh(self.up(x)))
+
+
+NODES, GLOBAL = {"group": "node"}, {"group": "node", "optimizer_group": "all"}
+PLANS = [  # stage, devices, mesh, zero
+    *((stage, devices, {}, {}) for stage in range(4) for devices in (1, 2, 3, 8)),
+    (3, 8, {"replica": 2}, NODES),
+    (2, 8, {"replica": 4}, GLOBAL),
+    (3, 8, {"replica": 4}, GLOBAL),
+    (3, 8, {"tensor": 2}, {}),
+]
+
+
+def restore_each_others(plans: list[tuple[int, int, dict[str, int], dict[str, str]]], directory: Path) -> None:
+    engines, held = [], []
+    for i, (stage, devices, mesh, zero) in enumerate(plans):
+        engine = start(
+            model=lambda rngs, split="tensor" in mesh: Pair(rngs, split),
+            devices=devices,
+            mesh=mesh,
+            zero={"stage": stage, "min_shard_elements": 0} | zero,
+            train={"seed": i},
+        )
+        engine.step(BATCH)
+        engine.save(directory / str(i), {"plan": i})
+        engines.append(engine)
+        held.append(true_arrays(engine))
+    assert len({arrays["opt_state/0/mu/up/kernel"].tobytes() for arrays in held}) == len(plans)
+    for engine in engines:
+        for i, arrays in enumerate(held):
+            assert engine.restore(directory / str(i)) == {"plan": i}
+            assert_same(true_arrays(engine), arrays)
+
+
+def test_every_plan_restores_every_other(tmp_path):
+    restore_each_others([PLANS[i] for i in (0, 5, 10, 15, 16, 17, 19)], tmp_path)
+
+
+@pytest.mark.slow
+def test_every_stage_on_every_number_of_devices_restores_every_other(tmp_path):
+    restore_each_others(PLANS, tmp_path)
 
 
 NUMBERS = {

@@ -8,6 +8,7 @@ from itertools import combinations, product
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -361,20 +362,26 @@ def test_bfloat16_learns_as_float32_does(bf16_runs, reference):
 LLAMA = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
 
 
-def train_llama(stage: int, devices: int, scan_layers: bool) -> Run:
+def initialize_llama(stage: int, devices: int, scan_layers: bool, **fields: Any) -> Run:
     config = Arm(stage, devices).config()
-    config["model"] = {**LLAMA, "intermediate_size": 35, "initializer_range": 0.2, "scan_layers": scan_layers}
+    config["model"] = {**LLAMA, "intermediate_size": 35, "initializer_range": 0.2, "scan_layers": scan_layers, **fields}
     config["optimizer"] |= {"learning_rate": 4e-3, "warmup_steps": 3, "weight_decay": 0.1}
     config["train"] |= {"num_steps": STEPS}
     model = build_model(ModelConfig(**config["model"]), toys.VOCAB)
     engine = jzero.initialize(model, toys.token_loss, None, config, jax.devices()[:devices])
-    unstack = lambda params: toys.unstack(params, "layers")
-    run = Run(engine, {}, unstack(engine.params()))
     state = engine.state
     whole = sum(a.nbytes for a in state.params.values())
     # Every leaf of this model has a dim to split, so nothing at all is whole at stage 3.
     assert toys.bytes_a_device(state.params) == whole // (devices if stage == 3 else 1)
-    return train(run, unstack=unstack)
+    return Run(engine, {}, unstack_llama(engine.params()))
+
+
+def unstack_llama(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return toys.unstack(params, "layers")
+
+
+def train_llama(stage: int, devices: int, scan_layers: bool) -> Run:
+    return train(initialize_llama(stage, devices, scan_layers), unstack=unstack_llama)
 
 
 @pytest.fixture(scope="module")
@@ -395,6 +402,26 @@ def test_llama_at_stage_3_trains_like_one_device(devices, scan_layers, llama_ref
     assert_agrees(run, llama_reference)
 
 
+def test_llama_with_tied_ends_trains_and_restores_like_one_device(tmp_path):
+    """Half on eight devices and saved; the other half there, and on one device that takes over."""
+    one, eight = (initialize_llama(stage, n, True, tie_word_embeddings=True) for stage, n in ((0, 1), (3, 8)))
+    assert set(one.start) == set(eight.start)
+    assert "lm_head/kernel" not in eight.engine.plan.params
+    batches = [token_batch(ROWS, step) for step in range(STEPS)]
+    half = STEPS // 2
+    reference = train(replace(one), batches, unstack_llama)
+    assert reference.losses[-1] < reference.losses[0] - 0.5
+    first = train(replace(eight), batches[:half], unstack_llama)
+    np.testing.assert_allclose(first.losses, reference.losses[:half], rtol=RTOL)
+    eight.engine.save(tmp_path)
+    rest = replace(reference, losses=reference.losses[half:], grad_norms=reference.grad_norms[half:])
+    straight = train(replace(eight), batches[half:], unstack_llama)
+    assert_agrees(straight, rest)
+    for run in (eight, one):
+        run.engine.restore(tmp_path)
+        assert_agrees(train(replace(run), batches[half:], unstack_llama), rest if run is one else straight)
+
+
 # Optimizers that look across the elements of a leaf must see its true shape, though it is stored padded.
 
 ACROSS_ELEMENTS = {
@@ -404,15 +431,15 @@ ACROSS_ELEMENTS = {
 }
 
 
-def train_mlp(stage: int, devices: int, optimizer: optax.GradientTransformation) -> Run:
+def train_mlp(stage: int, devices: int, optimizer: optax.GradientTransformation, rows: int = 24) -> Run:
     config = {
         "zero": {"stage": stage, "min_shard_elements": 0},
         "optimizer": {"clip_norm": 1.0},
-        "train": {"global_batch_size": 24},
+        "train": {"global_batch_size": rows},
     }
     engine = jzero.initialize(toys.mlp, toys.square_loss, optimizer, config, jax.devices()[:devices])
-    assert any(leaf.padded for leaf in engine.plan.params.values()) == (devices > 1)
-    return train(Run(engine, {}, engine.params()), [toys.square_batch(24, step) for step in range(5)])
+    assert any(leaf.padded for leaf in engine.plan.params.values()) == (devices not in (1, 5))  # 5 divides its sizes
+    return train(Run(engine, {}, engine.params()), [toys.square_batch(rows, step) for step in range(5)])
 
 
 @pytest.fixture(scope="module")
@@ -428,6 +455,48 @@ def test_optimizers_that_look_across_elements_see_true_shapes(name, stage, mlp_r
     assert not is_elementwise(ACROSS_ELEMENTS[name], shapes)
     # Such an optimizer would move the padded leaf otherwise than the true one.
     assert_agrees(run, reference)
+
+
+@pytest.fixture(scope="module")
+def mlp_of_thirty_rows() -> Run:
+    return train_mlp(0, 1, ADAM, rows=30)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("devices", [5, 6])
+def test_five_and_six_devices_train_like_one(devices, stage, mlp_of_thirty_rows):
+    run = train_mlp(stage, devices, ADAM, rows=30)
+    held = toys.bytes_a_device(run.engine.state.opt_state) - 4  # Adam's count
+    assert held == 2 * 4 * sum(toys.smallest_split(x.shape, 0, devices) for x in run.params.values())
+    assert_agrees(run, mlp_of_thirty_rows)
+
+
+def test_moments_in_bfloat16_stay_so_placed_saved_and_restored(tmp_path):
+    """An optimizer's own dtypes are its own. Another rounding of one moment moves its element by 2**-9 of a step."""
+    optimizer = optax.adam(4e-3, mu_dtype=jnp.bfloat16)
+    batches = [toys.square_batch(24, step) for step in range(10)]
+
+    def begin(stage: int, devices: int) -> Run:
+        config = {"zero": {"stage": stage, "min_shard_elements": 0}, "train": {"global_batch_size": 24}}
+        engine = jzero.initialize(toys.mlp, toys.square_loss, optimizer, config, jax.devices()[:devices])
+        return Run(engine, {}, engine.params())
+
+    def held(engine: Any) -> dict[str, tuple[str, bytes]]:
+        return {name: (x.dtype.name, np.asarray(x).tobytes()) for name, x in engine.arrays().items()}
+
+    one, straight, broken = train(begin(0, 1), batches), train(begin(3, 8), batches), begin(3, 8)
+    first = train(broken, batches[:5]).losses
+    broken.engine.save(tmp_path)
+    again = begin(3, 8)
+    again.engine.restore(tmp_path)
+    assert held(again.engine) == held(broken.engine)
+    train(again, batches[5:])
+    assert held(again.engine) == held(straight.engine)
+    assert [*first, *again.losses] == [*straight.losses]
+    for run in (one, straight, again):
+        dtypes = {name.split("/")[2]: x.dtype.name for name, x in run.engine.arrays().items() if "opt_state/" in name}
+        assert dtypes == {"count": "int32", "mu": "bfloat16", "nu": "float32"}
+    assert_agrees(straight, one, params_rtol=1e-4)
 
 
 OPTAX = (

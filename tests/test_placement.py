@@ -13,6 +13,7 @@ import optax
 import pytest
 import toys
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
 from jzero import state as state_module
@@ -263,11 +264,20 @@ def test_an_array_that_lies_elsewhere_is_refused(engine_of):
     arrays = engine.arrays()
     for name in ("params/even", "opt_state/0/mu/even"):
         whole = jax.device_put(np.asarray(arrays[name]), engine.state.step.sharding)
-        with pytest.raises(jzero.UserError, match=f"{name}: 1536 bytes on a device, planned 192"):
+        with pytest.raises(jzero.UserError, match=f"{name}: 384 of 384 elements a device"):
             engine.load({**arrays, name: whole})
+    # As many bytes as planned, but split along another dim, or over the same devices in another order.
+    moment = arrays["opt_state/0/mu/even"]
+    other_dim = NamedSharding(engine.mesh, PartitionSpec(*reversed([*moment.sharding.spec, None][:2])))
+    reversed_mesh = Mesh(engine.mesh.devices[:, ::-1], engine.mesh.axis_names)
+    for sharding in (other_dim, NamedSharding(reversed_mesh, moment.sharding.spec)):
+        moved = jax.device_put(np.asarray(moment), sharding)
+        assert moved.addressable_shards[0].data.nbytes == 192
+        with pytest.raises(jzero.UserError, match="opt_state/0/mu/even: 48 of 384 elements a device"):
+            engine.load({**arrays, "opt_state/0/mu/even": moved})
     with pytest.raises(jzero.UserError, match="params/even: bfloat16"):
         engine.load({**arrays, "params/even": arrays["params/even"].astype(jnp.bfloat16)})
-    assert_placement(engine.state, engine.plan)
+    assert_placement(engine.state, engine.plan, engine.mesh)
 
 
 # Initialisation

@@ -118,8 +118,12 @@ def test_a_padded_dim_wastes_less_than_any_other_choice():
         (param(100, 9, stack=1), "whole: 9 elements a layer < zero.min_shard_elements 10"),
         (param(10), "dim 0 (10, padded to 16) over 8"),
         (
-            param(64, 64, spec=("tensor", "tensor")),
-            "whole: every dimension carries an axis of the model's own ('tensor', 'tensor')",
+            param(64, spec=("tensor",)),
+            "whole: every dimension carries an axis of the model's own ('tensor',)",
+        ),
+        (
+            param(64, 64, spec=("data",)),
+            "whole: the model's own ('data', None) has taken data",
         ),
     ],
 )
@@ -128,6 +132,30 @@ def test_reason(leaf, reason):
     assert plan.params["w"].reason == reason
     assert (plan.params["w"].spec == PartitionSpec(*leaf.spec)) == reason.startswith("whole")
     assert ("w" in plan.whole_leaves()) == reason.startswith("whole")
+
+
+@pytest.mark.parametrize(
+    ("own", "spec", "bytes_a_device"),
+    [
+        (("data",), PartitionSpec("data", "replica"), 64 * 64 * 4 // 8),
+        ((None, "replica"), PartitionSpec("data", "replica"), 64 * 64 * 4 // 8),
+        ((("data", "replica"),), PartitionSpec(("data", "replica")), 64 * 64 * 4 // 8),
+    ],
+)
+def test_zero_does_not_use_an_axis_again_that_the_model_uses(own, spec, bytes_a_device):
+    """As modules that carry FSDP metadata of their own do; a spec with an axis twice cannot be built."""
+    sizes = {"replica": 2, "data": 4, "tensor": 1}
+    config = make_config({"zero": {"min_shard_elements": 0}})
+    plan = make_plan({"w": param(64, 64, spec=own)}, sizes, config.zero, config.precision, optax.adam(1.0))
+    for leaf in (plan.params["w"], plan.gradients["w"], plan.optimizer[0].mu["w"]):
+        assert leaf.spec == spec
+        assert leaf.bytes_per_device(sizes) == bytes_a_device
+
+
+@pytest.mark.parametrize("own", [("tensor", "tensor"), ("data", ("tensor", "data"))])
+def test_an_axis_twice_in_a_models_own_spec_is_refused(own):
+    with pytest.raises(PlanError, match=rf"w: dim 1 names axis {own[0]!r} again.*\(64, 64\)"):
+        plan_of({"w": param(64, 64, spec=own)})
 
 
 def test_a_tree_that_the_stage_keeps_whole_says_so():

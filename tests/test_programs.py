@@ -219,7 +219,7 @@ def naive(spec) -> list[Collective]:
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH + 1), np.int32, sharding=made.batch_sharding)
 
     def gradient(params, tokens):
-        total = lambda params: loss(made.model.bind(params, {}, jnp.int32(0), train=True), tokens).total
+        total = lambda params: loss(made.model.bind(params, {}, jnp.zeros(2, jnp.int32), train=True), tokens).total
         return jax.grad(total)(params)
 
     return collectives(jax.jit(gradient, out_shardings=placement).lower(params, tokens).compile().as_text())

@@ -2,11 +2,17 @@
 
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from jzero.bench import make_arms
+from jzero.config import load_config
 
 ROOT = Path(__file__).parents[1]
 ARMS = r"│ (.+?) +│ ([\d.]+) ms +│ ([\d.]+) +│"
@@ -17,14 +23,25 @@ SMALLER = ["data.sequence_length=64", "train.global_batch_size=16", "model.num_h
 @pytest.mark.slow
 def test_one_device_at_stage_0_costs_no_more_than_a_plain_jitted_step():
     ratios = []
-    for _ in range(5):  # a burst of other work on the machine spoils a run, not five
+    for _ in range(3):  # the median of three: a burst of other work on the machine spoils one
         table = _bench("--rounds", "60", *SMALLER)
         assert list(table) == ["plain jax.jit, one device", "jzero, one device, stage 0", "jzero, 8 devices, stage 3"]
         ratios.append(table["jzero, one device, stage 0"][1])
         print(table)
-        if ratios[-1] <= 1.03:
-            return
-    raise AssertionError(f"jzero / plain: {ratios}, want at most 1.03")
+    assert statistics.median(ratios) <= 1.03, f"jzero / plain: {ratios}"
+
+
+def test_the_arms_of_the_benchmark_train_alike():
+    """They end on the same loss, so none of them does less work."""
+    config = load_config(
+        ROOT / "configs/quickstart.yaml", ["model.hidden_size=32", "optimizer.warmup_steps=1", *SMALLER]
+    )
+    with jax.numpy_dtype_promotion("standard"):  # as optax relies on
+        losses = {name: [float(step()) for _ in range(4)] for name, step in make_arms(config).items()}
+    plain, *others = losses.values()
+    assert plain[-1] < plain[0] - 0.01
+    for other in others:
+        np.testing.assert_allclose(other, plain, rtol=1e-5)
 
 
 def test_the_benchmark_times_three_arms_in_turn():

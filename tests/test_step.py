@@ -10,12 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 from flax import nnx
 
 import jzero
-from jzero.config import make_config
+from jzero.config import ModelConfig, make_config
+from jzero.engine import prepare
 from jzero.errors import ModelError, UserError
+from jzero.jaxprs import equations
+from jzero.models import build_model
 from jzero.optim import make_schedule
+from jzero.plan import map_leaves
+from jzero.state import plan_tree
 
 ROWS = 24
 RNG = np.random.default_rng(0)
@@ -141,6 +147,109 @@ def test_replica_groups_with_optima_of_their_own_train_on_the_whole_batch(zero):
     np.testing.assert_allclose(engine.params()["kernel"], stepped(slice(None)), rtol=1e-6, atol=1e-6)
 
 
+class Megatron(nnx.Module):
+    """A pair of matrices that the model itself splits over the tensor axis."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        split = lambda *spec: nnx.with_partitioning(nnx.initializers.lecun_normal(), spec)
+        self.up = nnx.Linear(7, 10, kernel_init=split(None, "tensor"), rngs=rngs)
+        self.down = nnx.Linear(10, 5, kernel_init=split("tensor", None), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_tensor_axis_changes_neither_norm_nor_clipping(stage):
+    """Elements that lie on two tensor shards, or in copies on both, count once."""
+    batch = toys.square_batch(ROWS, 0)
+    build = lambda rngs: Megatron(rngs)
+    one = start(build, toys.square_loss, optax.sgd(1.0), 0, 1)
+    before = one.params()
+    norm = float(one.step(batch)["grad_norm"])
+    moved = {path: value - before[path] for path, value in one.params().items()}
+    for clip_norm, factor in ((0.25 * norm, 0.25), (4 * norm, 1.0)):
+        engine = start(
+            build,
+            toys.square_loss,
+            optax.sgd(1.0),
+            stage,
+            mesh={"data": 4, "tensor": 2},
+            optimizer={"clip_norm": clip_norm},
+        )
+        kernel = engine.state.params["up/kernel"]
+        assert kernel.shape == (8, 10)
+        assert kernel.addressable_shards[0].data.shape == (2 if stage == 3 else 8, 5)
+        assert_same(engine.params(), before)
+        assert float(engine.step(batch)["grad_norm"]) == pytest.approx(norm, rel=1e-6)
+        for path, value in engine.params().items():
+            np.testing.assert_allclose(value - before[path], factor * moved[path], rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+# Weight decay, as the config says it: no gradient, so decay alone moves what it moves.
+
+
+class Shifts(nnx.Module):
+    """Stacks of matrices and of vectors, one of which looks like a matrix by shape and name."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stack = nnx.vmap(Shift)(rngs.split(3))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = jnp.ones((*tokens.shape, 5)) * tokens[..., None].astype(jnp.float32)
+        return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.stack, x)
+
+
+class Shift(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(5, 5, rngs=rngs)
+        self.shift = nnx.Param(jnp.ones(5))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.linear(x) + self.shift)
+
+
+SMALL_LLAMA = {"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 3}
+DECAYING = {
+    "shifts": (lambda rngs: Shifts(rngs), {"stack/shift", "stack/linear/bias"}),
+    "scanned": (
+        toys.scanned_decoder,
+        {"norm/scale", "log_scale", "blocks/gain", "blocks/up/bias", "blocks/norm_1/scale"},
+    ),
+    "llama": (
+        build_model(ModelConfig(**SMALL_LLAMA), toys.VOCAB),
+        {"norm/scale", "layers/input_layernorm/scale", "layers/post_attention_layernorm/scale"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECAYING)
+def test_weight_decay_halves_kernels_and_embeddings_and_nothing_else(name):
+    build, kept = DECAYING[name]
+    loss = lambda model, batch: 0 * jnp.mean(jnp.square(model(batch["tokens"])))
+    fields = {"name": "sgd", "learning_rate": 1, "momentum": 0, "schedule": "constant", "weight_decay": 0.5}
+    engine = start(build, loss, None, 3, 8, optimizer=fields)
+    # Ones and zeros would hide what moves by a multiple of itself, or not.
+    values = {
+        path: leaf.pad(np.random.default_rng(1).normal(size=leaf.shape).astype(np.float32) + 2)
+        for path, leaf in engine.plan.params.items()
+    }
+    arrays = engine.arrays()
+    weights = {
+        f"params/{path}": jax.device_put(value, arrays[f"params/{path}"].sharding, may_alias=False)
+        for path, value in values.items()
+    }
+    engine.load(arrays | weights)
+    before = engine.params()
+    metrics = engine.step(toys.token_batch(ROWS, 0))
+    assert (float(metrics["grad_norm"]), int(metrics["skipped"])) == (0, 0)
+    decayed = {path for path in before if path.endswith(("kernel", "embedding"))}
+    assert kept <= before.keys() - decayed
+    for path, value in engine.params().items():
+        expected = before[path] / 2 if path in decayed else before[path]
+        assert value.tobytes() == expected.tobytes(), path
+
+
 # Weighted losses: two rows of 11 and 101 counted tokens, and others of none, however they are cut.
 
 
@@ -205,9 +314,8 @@ def test_every_token_weighs_the_same_however_the_batch_is_cut(stage, devices, mi
         assert float(found["weight"]) == 112
         assert float(found["accuracy"]) == pytest.approx(accuracy, rel=1e-6)
         assert float(found["mean_accuracy"]) == pytest.approx(accuracy, rel=1e-6)
-    assert float(evaluated["longest"]) == 101
-    longest = [COUNTED[j::micro_batches].sum(1).max() for j in range(micro_batches)]
-    assert float(metrics["longest"]) == pytest.approx(np.mean(longest))
+        longest = [COUNTED[j::micro_batches].sum(1).max() for j in range(micro_batches)]
+        assert float(found["longest"]) == pytest.approx(np.mean(longest))
     for path, value in params.items():
         np.testing.assert_allclose(engine.params()[path], value, atol=1e-6, rtol=1e-6, err_msg=path)
 
@@ -349,6 +457,56 @@ def test_non_finite_step_changes_nothing_anywhere(stage, devices, micro_batches,
     assert not np.array_equal(after["model_state/norm/mean"], before["model_state/norm/mean"])
 
 
+class TwelveLayers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(5, 5, rngs=rngs) for _ in range(12)])
+
+
+@pytest.mark.parametrize("broken", ["layers/0/bias", "layers/2/kernel", "layers/11/kernel"])
+def test_the_first_leaf_whose_gradient_is_not_finite_is_told(broken):
+    """By its place in the plan: twelve listed layers stand in another order there than their names sorted."""
+
+    def loss(model, batch):
+        layers = enumerate(model.layers)
+        sums = {f"layers/{i}/{name}": getattr(layer, name).sum() for i, layer in layers for name in ("kernel", "bias")}
+        return sum(sums.values()) + jnp.sqrt(batch[0] + 0 * sums[broken])  # at 0 its gradient is 0 * inf
+
+    engine = start(lambda rngs: TwelveLayers(rngs), loss, None)
+    for value, told in ((1.0, None), (0.0, broken)):
+        number = int(engine.step(np.full(ROWS, value, np.float32))["non_finite_leaf"])
+        assert (list(engine.plan.gradients)[number] if number >= 0 else None) == told
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_skips_the_step_and_shows(weight):
+    loss = lambda model, batch: jzero.WeightedLoss(model.number.sum() * batch.sum(), batch.sum())
+    engine = start(lambda rngs: Weights(rngs), loss, None)
+    before = host(engine)
+    metrics = engine.step(np.where(ONE_ROW, np.float32(weight), np.ones(ROWS, np.float32)))
+    assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (1, 1)
+    assert not (np.isfinite(metrics["loss"]) and np.isfinite(metrics["weight"]))
+    assert_same(but_counters(host(engine)), but_counters(before))
+
+
+@pytest.mark.parametrize(("stage", "devices"), [(3, 3), (0, 1)])
+def test_skips_are_counted_on_from_a_checkpoint(stage, devices, tmp_path):
+    """So the schedule, which leaves skipped steps out, goes on right too."""
+    fields = {"schedule": "linear", "learning_rate": 0.5, "decay_steps": 10}
+    build = lambda rngs: Normed(rngs)
+    begun = start(build, sometimes_broken_loss, None, optimizer=fields)
+    for batch in (GOOD, BAD["loss"], GOOD, BAD["gradient"]):
+        begun.step(batch)
+    begun.save(tmp_path)
+    engine = start(build, sometimes_broken_loss, None, stage, devices, optimizer=fields)
+    engine.restore(tmp_path)
+    assert (int(engine.state.skipped), int(engine.state.skipped_in_a_row), int(engine.state.step)) == (2, 1, 4)
+    schedule = make_schedule(engine.config.optimizer, 300)
+    for count, (batch, skipped, in_a_row) in enumerate([(BAD["loss"], 3, 2), (GOOD, 3, 0), (GOOD, 3, 0)]):
+        metrics = engine.step(batch)
+        assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (skipped, in_a_row)
+        assert float(metrics["learning_rate"]) == float(schedule(2 + max(0, count - 1)))
+
+
 def test_learning_rate_metric_is_the_one_applied():
     """Of the schedule at the number of steps applied before, skipped ones not counted."""
     fields = {"name": "sgd", "momentum": 0, "schedule": "cosine", "learning_rate": 0.5, "warmup_steps": 2}
@@ -399,7 +557,8 @@ def test_small_updates_add_up_in_the_master(stage, devices):
 
 def test_without_a_master_small_updates_are_lost():
     precision = {"preset": "bf16", "master": None}
-    engine = start(lambda rngs: Ones(rngs), sum_of_weights, optax.sgd(1e-3), precision=precision)
+    with pytest.warns(UserWarning, match="precision.master = null with precision.params = bfloat16"):
+        engine = start(lambda rngs: Ones(rngs), sum_of_weights, optax.sgd(1e-3), precision=precision)
     for _ in range(100):
         metrics = engine.step(np.zeros(ROWS, np.float32))
     assert float(metrics["grad_norm"]) == pytest.approx(np.sqrt(35), rel=1e-2)
@@ -410,6 +569,7 @@ def test_without_a_master_small_updates_are_lost():
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
+@pytest.mark.filterwarnings("ignore:precision.master = null")
 @pytest.mark.parametrize(
     ("precision", "at_rest", "dots", "updated", "summed"),
     [
@@ -455,6 +615,36 @@ def test_micro_batches_add_up_in_the_accumulation_dtype(accumulate, total):
     )
     engine.step(rows)
     np.testing.assert_array_equal(engine.params()["w"], np.full((5, 7), 1 - total))
+
+
+@pytest.mark.parametrize(
+    ("precision", "gathered"),
+    [("fp32", F32), ("bf16", BF16), ({"preset": "bf16", "params": "float32"}, BF16)],
+    ids=["fp32", "bf16", "bf16 with float32 at rest"],
+)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gathers_carry_the_compute_dtype(precision, gathered, micro_batches):
+    """Cast first, then whole: the wire carries half the bytes. Read before optimisation, since CPUs widen bfloat16."""
+    config = {
+        "zero": {"stage": 3, "min_shard_elements": 0},
+        "precision": precision,
+        "optimizer": {"name": "adam"},
+        "train": {"global_batch_size": ROWS, "accumulation_steps": micro_batches},
+    }
+    made = prepare(toys.mlp, lambda model, batch: jnp.mean(model(batch)), None, config)
+    state = map_leaves(lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype), plan_tree(made.plan))
+    traced = made.train_step(micro_batches).trace(state, jax.ShapeDtypeStruct((ROWS, 7), gathered))
+    to_whole: dict[tuple[int, ...], list[Any]] = {leaf.stored_shape: [] for leaf in made.plan.params.values()}
+    assert len(to_whole) == 4, "shapes tell the parameters apart"
+    for equation in equations(traced.jaxpr):
+        if equation.primitive.name == "sharding_constraint" and equation.params["sharding"].is_fully_replicated:
+            (operand,) = equation.invars
+            if operand.aval.shape:  # not Adam's count
+                to_whole[operand.aval.shape].append(operand.aval.dtype)
+    for shape, dtypes in to_whole.items():
+        # Forward, and the gradient on its way back.
+        assert len(dtypes) >= 2, shape
+        assert set(dtypes) == {gathered}, shape
 
 
 # Leaves of a special kind.

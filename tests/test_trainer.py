@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import shutil
 import signal
 import threading
@@ -15,6 +16,8 @@ from rich.console import Console
 
 from jzero import trainer as trainer_module
 from jzero.config import Config, load_config, make_config
+from jzero.data import make_data
+from jzero.engine import Engine
 from jzero.errors import CheckpointError, ConfigError, MeshError, NonFiniteError
 from jzero.manifest import complete_steps
 from jzero.metrics import Row
@@ -126,9 +129,12 @@ def test_the_console_says_what_came_out(straight):
         "parameters",
         "optimizer",
         str(run_dir / "checkpoints" / "6")[-20:],
-        "ab",  # the sample begins with its prompt
     ):
         assert fact in summary
+    assert int(re.search(r"│ tokens per second +│ ([\d,]+) ", summary)[1].replace(",", "")) > 0
+    sample = re.sub(r"[│└─┴┘\s]", "", summary.partition("│ sample ")[2])
+    assert sample.startswith("ab")  # its prompt
+    assert len(sample) > len("ab")  # and what the model wrote
     assert "ZeRO stage 3" in output
     assert "step 0 of 6" in output
     assert "\x1b" not in output
@@ -163,6 +169,73 @@ def test_another_stage_and_split_goes_on_with_the_same_losses(copy_of_straight, 
     assert load_config(copy_of_straight / "config.yaml") == config
 
 
+def test_another_batch_size_goes_on_with_the_sample_after_the_last(copy_of_straight, monkeypatch):
+    """The position in the data counts samples: after 2 steps of 8 and 4 of 16, none is left out, none comes twice."""
+    for step in (4, 6):
+        shutil.rmtree(copy_of_straight / "checkpoints" / str(step))
+    seen, step_engine = [], Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self, batch: seen.append(batch["tokens"]) or step_engine(self, batch))
+    config = tiny(copy_of_straight, train={"global_batch_size": 16})
+    code, output = train(config)
+    assert code == 0
+    assert f"going on from {copy_of_straight}/checkpoints/2\n" in output
+    data = make_data(config.data, seed=0, batch_size=8)
+    expected = [batch["tokens"] for batch in data.train_batches(start_sample=2 * 8, num_steps=8)]
+    assert [len(rows) for rows in seen] == [16] * 4
+    np.testing.assert_array_equal(np.concatenate(seen), np.concatenate(expected))
+    assert [row["step"] for row in train_rows(copy_of_straight)] == [1, 2, 3, 4, 5, 6]
+    found = complete_steps(copy_of_straight / "checkpoints")
+    assert {step: found[step].record["next_sample"] for step in found} == {2: 16, 4: 16 + 2 * 16, 6: 16 + 4 * 16}
+
+
+TWO_EPOCHS = {
+    "data": {"source": "synthetic", "synthetic_tokens": 1000, "sequence_length": 16},
+    "train": {"num_steps": 6, "global_batch_size": 16, "eval_every": 0, "eval_batches": 1, "sample_tokens": 0},
+    "checkpoint": {"save_every": 1, "keep_last": 100},
+}
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory):
+    """Six steps of 16 windows; the first epoch ends within step 4."""
+    run_dir = tmp_path_factory.mktemp("epochs") / "run"
+    config = tiny(run_dir, **TWO_EPOCHS)
+    assert 3 * 16 < make_data(config.data, seed=0, batch_size=16).num_train_windows < 4 * 16
+    assert train(config)[0] == 0
+    return run_dir
+
+
+def go_on(run_dir, after: int, copy, **train_fields) -> list[Row]:
+    """All rows, less their speed, of a copy of the run that goes on after that step."""
+    shutil.copytree(run_dir, copy)
+    for step in range(after + 1, 7):
+        shutil.rmtree(copy / "checkpoints" / str(step))
+    sections = {**TWO_EPOCHS, "train": TWO_EPOCHS["train"] | train_fields}
+    code, output = train(tiny(copy, **sections))
+    assert code == 0
+    assert f"going on from {copy}/checkpoints/{after}\n" in output
+    assert complete_steps(copy / "checkpoints")[6].record["next_sample"] == 6 * 16
+    return rows_without_speed(copy)
+
+
+def rows_without_speed(run_dir) -> list[Row]:
+    return [{name: row[name] for name in row if name != "tokens_per_second"} for row in read_rows(run_dir)]
+
+
+@pytest.mark.parametrize("after", [3, 5])
+def test_a_run_goes_on_across_the_end_of_an_epoch_and_within_the_second(two_epochs, tmp_path, after):
+    assert go_on(two_epochs, after, tmp_path / "run") == rows_without_speed(two_epochs)
+
+
+def test_other_micro_batches_go_on_with_the_same_losses(two_epochs, tmp_path):
+    rows, expected = go_on(two_epochs, 2, tmp_path / "run", accumulation_steps=2), rows_without_speed(two_epochs)
+    assert rows != expected  # another order of addition
+    assert rows[:2] == expected[:2]
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-5)
+
+
 @pytest.mark.parametrize("num_steps", [6, 5])
 def test_a_finished_run_is_left_untouched(copy_of_straight, num_steps, monkeypatch):
     before = snapshot(copy_of_straight)
@@ -171,6 +244,20 @@ def test_a_finished_run_is_left_untouched(copy_of_straight, num_steps, monkeypat
     assert code == 0
     assert output.startswith(f"already complete: {copy_of_straight}/checkpoints/6")
     assert snapshot(copy_of_straight) == before
+
+
+def test_a_finished_run_whose_last_checkpoint_was_altered_goes_on_from_the_one_before(copy_of_straight, caplog):
+    """Its size is right; only the checksum tells."""
+    data = max((copy_of_straight / "checkpoints" / "6").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    code, output = train(tiny(copy_of_straight))
+    assert code == 0
+    assert "already complete" not in output
+    assert f"going on from {copy_of_straight}/checkpoints/4" in output
+    assert "damaged" in caplog.text
+    assert [row["step"] for row in read_rows(copy_of_straight) if "loss" in row] == list(range(1, 7))
 
 
 def test_changed_text_is_not_gone_on_with(copy_of_straight, monkeypatch):
@@ -339,7 +426,7 @@ class ScriptedEngine:
 
     def __init__(self, script):
         self.script, self.step_number, self.in_a_row, self.skipped = script, 0, 0, 0
-        self.plan = SimpleNamespace(bytes_per_device=lambda: {"parameters": 4})
+        self.plan = SimpleNamespace(bytes_per_device=lambda: {"parameters": 4}, gradients={"some/leaf": None})
 
     def step(self, batch):
         act, self.step_number = self.script[self.step_number], self.step_number + 1
@@ -353,6 +440,7 @@ class ScriptedEngine:
             "grad_norm": jnp.float32(loss),
             "skipped": jnp.int32(self.skipped),
             "skipped_in_a_row": jnp.int32(self.in_a_row),
+            "non_finite_leaf": jnp.int32(0 if skip else -1),
         }
 
     def evaluate(self, batch):
@@ -446,7 +534,7 @@ def test_saves_are_due_every_so_often_and_wait_for_a_good_step(tmp_path, script,
     skips = [step for step, act in enumerate(script, 1) if act == "skip" and script[step - 2] != "skip"]
     for step in skips:
         assert f"step {step} skipped" in out.getvalue()
-    assert out.getvalue().count(" skipped: ") == len(skips)
+    assert out.getvalue().count(" skipped: loss nan, gradient of some/leaf not finite") == len(skips)
 
 
 def test_skipping_that_does_not_end_ends_the_run(tmp_path):
