@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+from flax.errors import InvalidRngError, ModifyScopeVariableError
+from flax.linen.spmd import logical_to_mesh_axes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.errors import ModelError
@@ -67,14 +69,13 @@ class LinenModel:
 
     def collect(self, bound: "BoundLinen") -> Arrays:
         """The carried collections. Raises ModelError for state that is new or of another shape or dtype."""
-        state = flatten_dict({name: bound.variables[name] for name in self.carried}, sep="/")
+        state = _flat({name: bound.variables[name] for name in self.carried})
         for path, value in state.items():
             assert_carried(path, self.model_state.get(path), value, "sow it, which is dropped after each micro-batch")
         return state
 
     def _split(self, variables: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
-        flat = flatten_dict(nn.meta.unbox({name: variables[name] for name in self.carried}), sep="/")
-        return flatten_dict(nn.meta.unbox(variables["params"]), sep="/"), flat
+        return _flat(variables["params"]), _flat({name: variables[name] for name in self.carried})
 
 
 @dataclass
@@ -96,7 +97,7 @@ class BoundLinen:
         writes = (*self.carried, *mutable) if self.train else mutable
         try:
             result = self.linen.module.apply(self.variables, *args, rngs=rngs, mutable=list(writes) or False, **kwargs)
-        except (nn.errors.InvalidRngError, nn.errors.ModifyScopeVariableError) as error:
+        except (InvalidRngError, ModifyScopeVariableError) as error:
             raise ModelError(f"{error} {self._advice()}") from error
         if not writes:
             return result
@@ -119,6 +120,12 @@ def adapt_linen(linen: Linen) -> LinenModel:
     with _created_in_boxes():
         variables = jax.eval_shape(lambda: _variables(linen, jax.random.key(0)))
     boxes = flatten_dict(variables.get("params", {}), sep="/")
+    plain = _flat(jax.eval_shape(lambda: _variables(linen, jax.random.key(0))).get("params", {}))
+    for path in boxes.keys() - plain.keys():
+        raise ModelError(
+            f"{path}: the module names parameters by what it finds inside others, as nn.WeightNorm and nn.SpectralNorm "
+            "do, and would find jzero's boxes. Only modules that ask for their parameters by name can be driven."
+        )
     params = {path: _abstract_param(path, box) for path, box in boxes.items()}
     if not params:
         raise ModelError(f"{type(linen.module).__name__} has no parameters, so there is nothing to train.")
@@ -127,7 +134,7 @@ def adapt_linen(linen: Linen) -> LinenModel:
         for name, collection in variables.items()
         if name not in ("params", "intermediates") and not _is_sown(collection)
     )
-    state = flatten_dict(nn.meta.unbox({name: variables[name] for name in carried}), sep="/")
+    state = _flat({name: variables[name] for name in carried})
     state = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in state.items()}
     if linen.variables is not None:
         _assert_same(params, state, linen.variables)
@@ -143,6 +150,19 @@ class _Created(struct.PyTreeNode, nn.meta.AxisMetadata):
 
     def unbox(self) -> Any:
         return self.value
+
+    # A module may look into its raw collections, where it would find an array but for the box.
+
+    def __jax_array__(self) -> Any:
+        return nn.meta.unbox(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return nn.meta.unbox(self)[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(nn.meta.unbox(self), name)
 
     def replace_boxed(self, val: Any) -> "_Created":
         return self.replace(value=val)
@@ -181,6 +201,11 @@ def _variables(linen: Linen, key: jax.Array) -> Mapping[str, Any]:
     return linen.module.init(key, *inputs, **linen.kwargs)
 
 
+def _flat(tree: Any) -> Arrays:
+    """Arrays by path, out of their boxes."""
+    return flatten_dict(nn.meta.unbox(tree), sep="/")
+
+
 def _is_sown(collection: Any) -> bool:
     """Whether Module.sow wrote it: sow keeps tuples."""
     return any(isinstance(leaf, tuple) for leaf in flatten_dict(collection).values())
@@ -208,15 +233,14 @@ def _abstract_param(path: str, box: Any) -> AbstractParam:
 
 def _own_spec(box: Any) -> Sequence[Entry]:
     if isinstance(box, nn.LogicallyPartitioned):
-        return nn.logical_to_mesh_axes(box.names, box.rules) or ()
+        return tuple(logical_to_mesh_axes(box.names, box.rules) or ())
     return box.names if isinstance(box, nn.Partitioned) else ()
 
 
 def _assert_same(params: Mapping[str, AbstractParam], state: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
     """Raise ModelError unless the variables a user brought are those the module makes."""
-    given = flatten_dict(nn.meta.unbox(variables.get("params", {})), sep="/")
     names = {path.split("/")[0] for path in state}
-    given |= flatten_dict(nn.meta.unbox({n: variables[n] for n in names if n in variables}), sep="/")
+    given = _flat(variables.get("params", {})) | _flat({name: variables[name] for name in names if name in variables})
     wanted = {**params, **state}
     for path in sorted(given.keys() ^ wanted.keys()):
         raise ModelError(f"{path}: {'given, but the module has none' if path in given else 'missing'} in variables.")

@@ -50,7 +50,8 @@ class UsePoint:
             raise PlanError(
                 f"{self.path}: dim {self.dim} of {self.shape} is split over devices, but the model loops over it layer "
                 "by layer, so every device would gather the whole stack. Give jzero the function that builds the model "
-                "(stacks made by nnx.vmap are then recognised) instead of the built model."
+                "(stacks made by nnx.vmap are then recognised) instead of the built model; of a jzero.Function, name "
+                "the parameter in `stacked`."
             )
         if self.dim is not None and stored.shape[self.dim - dropped] != self.stored_shape[self.dim]:
             raise PlanError(
