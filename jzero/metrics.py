@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jzero.errors import DataError
-from jzero.rundir import replace_file
+from jzero.files import replacing
 
 Row = dict[str, Any]
 
@@ -89,7 +89,8 @@ def take_back(path: Path, step: int) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for number, line in enumerate(lines, 1) if _row_step(path, number, line) <= step]
     if kept != lines:
-        replace_file(path, b"".join(kept))
+        with replacing(path) as file:
+            file.writelines(kept)
 
 
 def _row_step(path: Path, number: int, line: bytes) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jzero.config import Config, dump_config, load_config, make_config
 from jzero.errors import CheckpointError, ConfigError
+from jzero.files import replacing
 from jzero.manifest import BrokenStepError, Manifest, assert_intact, complete_steps, listing, step_numbers
 
 logger = logging.getLogger(__name__)
@@ -65,17 +66,8 @@ def open_run_directory(run_dir: str) -> RunDirectory:
 
 def write_config(directory: RunDirectory, config: Config) -> None:
     """Writes the resolved config, as it is from this start on."""
-    replace_file(directory.config, dump_config(config).encode())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader, or a kill at any moment, sees the old content or the new one whole."""
-    written = path.with_name(path.name + ".tmp")
-    with open(written, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(written, path)
+    with replacing(directory.config) as file:
+        file.write(dump_config(config).encode())
 
 
 def find_start(config: Config, directory: RunDirectory) -> int | None:

@@ -57,6 +57,7 @@ def run_training(config: Config, console: Console | None = None) -> int:
     keep = config.checkpoint
     checkpointer = Checkpointer(directory.checkpoints, keep.keep_last, keep.keep_best, keep.asynchronous)
     with closing(checkpointer):
+        checkpointer.claim()
         trainer = Trainer(config, console, directory, checkpointer, data, engine, batch.global_batch_size)
         if latest is not None:
             trainer.restore()
