@@ -8,9 +8,11 @@ the device wait.
 
 import json
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +20,7 @@ import jax
 import numpy as np
 
 from jzero.errors import DataError
-from jzero.files import replacing
+from jzero.files import replacing, sync
 
 Row = dict[str, Any]
 
@@ -33,7 +35,7 @@ class Sink(Protocol):
 
 class JsonlSink:
     """Appends one JSON object a line and hands each to the operating system at once: a killed process loses
-    none.
+    none. After `sync` a machine that loses power has lost none either.
 
     Floats are written in Python's shortest exact form, so they read back bit-equal. What is not finite is
     written NaN, Infinity or -Infinity: `json.loads` reads these, other readers of JSON may not. Rows of
@@ -42,14 +44,32 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int = 0):
         take_back(path, start_step)
+        self._path = path
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        sync(path.parent)
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with _naming(self._path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        with _naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with _naming(self._path):
+            self._file.close()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What fails on an open file does not say on which."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 class TensorBoardSink:
@@ -75,6 +95,14 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames a file with something in it: .old, .old.2 and so on, whatever is free. Returns its new path."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return None
+    names = (path.with_name(f"{path.name}.old{f'.{number}' if number > 1 else ''}") for number in count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def take_back(path: Path, step: int) -> None:
@@ -166,6 +194,12 @@ class MetricWriter:
         """Waits for the held step; returns its finished row, None if none was held."""
         held, self._held = self._held, None
         return self._finish(held)
+
+    def sync(self) -> None:
+        """Waits until the rows written so far are on the disk."""
+        for sink in self._sinks:
+            if isinstance(sink, JsonlSink):
+                sink.sync()
 
     def write(self, row: Row) -> None:
         """Passes on a row of host scalars, after the one that is held."""

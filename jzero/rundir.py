@@ -1,7 +1,12 @@
 """A run directory: what lies where, whose run it is, and from which step that run goes on."""
 
+import errno
+import fcntl
 import logging
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +42,10 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -62,6 +71,45 @@ def open_run_directory(run_dir: str) -> RunDirectory:
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"train.run_dir={run_dir!r} cannot be written to; change its permissions or name another")
     return RunDirectory(path)
+
+
+@contextmanager
+def locked(directory: RunDirectory) -> Iterator[None]:
+    """Holds the directory for this process. The system lets go of it, however the process ends.
+
+    Raises CheckpointError, naming the process, if another one holds it.
+    """
+    with assert_usable(directory):
+        file = open(directory.lock, "a+")  # noqa: SIM115
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CheckpointError(
+                f"train.run_dir={str(directory.path)!r} is in use by {file.read() or 'another process'}; "
+                "wait for its end, stop it, or name another train.run_dir"
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): let no second process train there", directory.path, error)
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        yield
+
+
+@contextmanager
+def assert_usable(directory: RunDirectory) -> Iterator[None]:
+    """Raises ConfigError if opening a file of the run within fails by what lies in the directory."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise ConfigError(
+            f"train.run_dir={str(directory.path)!r} cannot be used: {error}; mend that, or name another train.run_dir"
+        ) from error
 
 
 def write_config(directory: RunDirectory, config: Config) -> None:
