@@ -7,8 +7,8 @@ the device wait.
 """
 
 import json
-import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +23,8 @@ from jzero.errors import DataError
 from jzero.files import replacing, sync
 
 Row = dict[str, Any]
+
+_FLUSH_SECONDS = 5  # how late TensorBoard may see a row
 
 
 class Sink(Protocol):
@@ -79,22 +81,41 @@ class TensorBoardSink:
     """
 
     def __init__(self, directory: Path, start_step: int = 0):
-        from tensorboardX import SummaryWriter  # brings protobuf along: only for those who ask for it
+        # Brings protobuf along: only for those who ask for it. Its SummaryWriter would write from a thread that ends
+        # without a word at the first error, a full disk say, and then wait for that thread for ever.
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
 
-        # It warns of each non-finite number. Those are in the rows, and the trainer speaks of them.
-        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-        # Event files are named by the second; the suffix keeps two short runs from sharing one.
-        self._writer = SummaryWriter(
-            str(directory), purge_step=start_step + 1, filename_suffix=f".{start_step}", flush_secs=5
-        )
+        directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a directory in the order of their names.
+        self._path = directory / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{start_step}"
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._file = RecordWriter(str(self._path))
+        self._flushed = time.monotonic()
+        self._add(0, file_version="brain.Event:2")
+        self._add(start_step + 1, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
 
     def write(self, row: Row) -> None:
-        for name, value in row.items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, row["step"])
+        make = self._summaries.Summary
+        values = [
+            make.Value(tag=name, simple_value=float(value))
+            for name, value in row.items()
+            if name != "step" and value is not None
+        ]
+        self._add(row["step"], summary=make(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        with _naming(self._path):
+            self._file.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), step=step, **content)
+        with _naming(self._path):
+            self._file.write(event.SerializeToString())
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = time.monotonic()
 
 
 def set_aside(path: Path) -> Path | None:

@@ -150,18 +150,22 @@ def test_a_file_set_aside_never_takes_the_place_of_another(tmp_path):
     assert found == {"metrics.jsonl.old": "1\n", "metrics.jsonl.old.2": "2\n", "metrics.jsonl.old.3": "3\n"}
 
 
-def test_what_cannot_be_written_is_named(tmp_path):
-    sink, unlimited = JsonlSink(tmp_path / "metrics.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+@pytest.mark.parametrize("kind", [JsonlSink, TensorBoardSink])
+def test_a_full_disk_is_told_with_the_file(tmp_path, kind):
+    sink, unlimited = kind(tmp_path / "written"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_more = lambda: [sink.write(row(step)) for step in range(2, 1000)]  # more than any buffer holds
     sink.write(row(1))
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
-        for call in (lambda: sink.write(row(2, text=100 * "x")), sink.close):
-            with pytest.raises(OSError, match=r"File too large: '.*/metrics\.jsonl'"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+        for call in (write_more, sink.close):
+            with pytest.raises(OSError, match=r"File too large: '.*/written"):
                 call()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    take_back(tmp_path / "metrics.jsonl", 2)
-    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1]
+    if kind is JsonlSink:
+        take_back(tmp_path / "written", 1000)
+        steps = [r["step"] for r in read(tmp_path / "written")]
+        assert steps == list(range(1, len(steps) + 1))
 
 
 # the writer
