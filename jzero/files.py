@@ -3,6 +3,7 @@
 Also JSON that knows whether it was altered: `{..., "crc32": 123, "record": {...}}`.
 """
 
+import errno
 import json
 import os
 import uuid
@@ -40,6 +41,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network file systems know no such thing for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

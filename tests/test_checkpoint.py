@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -696,6 +697,22 @@ def test_a_step_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         number for number, path in enumerate(synced) if path.startswith("4.saving/jzero.json")
     )
     assert done[named + 1 :] == [("fsync", "."), ("rmtree", "4.deleting")]
+
+
+@pytest.mark.parametrize(("number", "saved"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_sync_folders_serves_but_not_a_failing_disk(tmp_path, monkeypatch, number, saved):
+    def refuse(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(file)
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", refuse)
+    with open_checkpoints(tmp_path) as checkpoints:
+        save_small(checkpoints, 2)
+        with contextlib.nullcontext() if saved else pytest.raises(CheckpointError, match="Input/output error"):
+            checkpoints.wait()
+        assert checkpoints.steps() == ([2] if saved else [])
 
 
 @pytest.mark.parametrize("what", ["rename", "rmtree"])
