@@ -33,14 +33,17 @@ from jzero.manifest import (
     BrokenStepError,
     Manifest,
     assert_intact,
+    assert_readable,
     claim,
+    clear_leftovers,
     complete_steps,
     delete,
-    delete_leftovers,
     listing,
+    publish,
     read_manifest,
     retained,
     seal,
+    step_folder,
     step_numbers,
 )
 
@@ -74,21 +77,21 @@ class Checkpointer:
     """The checkpoints of one run, in one directory.
 
     keep_last: how many of the newest complete steps stay. keep_best: how many of the lowest eval losses stay besides
-    (0: none). Others are deleted once a new step is complete; broken ones are left to the user. asynchronous: `save`
-    returns when the arrays may be donated, otherwise when the step is complete. What fails in the background is raised
-    by the next save, restore, wait or close: so end with `close`.
-
-    Raises CheckpointError if the directory cannot be made or written, or holds checkpoints of another program.
+    (0: none). None: all of them. Others are deleted once a new step is complete; broken ones are left to the user.
+    asynchronous: `save` returns when the arrays may be donated, otherwise when the step is complete. What fails in the
+    background is raised by the next save, restore, wait or close: so end with `close`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep_last: int, keep_best: int, asynchronous: bool):
-        if keep_last < 1 or keep_best < 0:
+    def __init__(
+        self, directory: str | os.PathLike[str], keep_last: int | None, keep_best: int | None, asynchronous: bool
+    ):
+        if (keep_last is not None and keep_last < 1) or (keep_best is not None and keep_best < 0):
             raise CheckpointError(f"keep_last={keep_last} must be at least 1, keep_best={keep_best} at least 0")
         self.directory = Path(directory).absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._asynchronous = asynchronous
-        claim(self.directory)
+        self._claimed = False
         # Compression takes an eighth off random float32 numbers and makes a save three to six times as long.
         # A directory that Orbax fails to make in the background leaves its threads waiting for minutes.
         self._orbax = ocp.AsyncCheckpointer(
@@ -99,6 +102,15 @@ class Checkpointer:
         self._pending: tuple[int, int, Future[None]] | None = None
         self._held: set[int] = set()  # steps that hold what this run had at that step
         self._damaged: set[int] = set()  # steps that look complete, but whose contents a restore found altered
+
+    def claim(self) -> None:
+        """Makes the directory and marks it as ours, as the first save does otherwise.
+
+        Raises CheckpointError if it cannot be made or written, or holds checkpoints of another program.
+        """
+        if not self._claimed:
+            claim(self.directory)
+            self._claimed = True
 
     def save(
         self,
@@ -111,9 +123,11 @@ class Checkpointer:
         """Saves a step. `shapes`: the true shapes; what an array holds beyond is not kept. `record`: JSON.
 
         A step that this object saved or restored is left as it is; one of the same number from an earlier run is
-        replaced. Raises CheckpointError if this or the last save fails, or if the directory has later steps.
+        replaced. Raises CheckpointError if this or the last save fails, or if the directory has later steps or cannot
+        be claimed.
         """
         self.wait()
+        self.claim()
         steps = self.steps()
         if step in self._held and step in steps:
             return
@@ -129,7 +143,7 @@ class Checkpointer:
         num_bytes = sum(array.nbytes for array in stored.values())
         try:
             if jax.process_index() == 0:
-                delete_leftovers(self.directory)
+                clear_leftovers(self.directory)
             self._orbax.save(self.directory / f"{step}{SAVING}", args=ocp.args.PyTreeSave(stored))
         except Exception as error:
             raise self._save_error(step, num_bytes, error) from error
@@ -143,9 +157,10 @@ class Checkpointer:
 
         Without `step`, newer steps that are incomplete or damaged are passed over, each with a logged warning. Raises
         CheckpointError if there is no such step or `step` is broken, and if names, true shapes or dtypes are not the
-        targets'; then it lists all differences.
+        targets'; then it lists all differences. Writes nothing: the directory may be read-only.
         """
         self.wait()
+        assert_readable(self.directory)
         for candidate in reversed(step_numbers(self.directory)) if step is None else [step]:
             try:
                 manifest = read_manifest(self.directory, candidate)
@@ -169,15 +184,6 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The newest of `steps()`."""
         return max(self.steps(), default=None)
-
-    def read_record(self, step: int) -> dict[str, Any]:
-        """The record saved with a step. Needs none of the devices it was saved on."""
-        return self._manifest(step).record
-
-    def read_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The true shape and the dtype of every array of a step. Needs none of the devices it was saved on."""
-        entries = self._manifest(step).arrays.items()
-        return {name: jax.ShapeDtypeStruct(entry.shape, _dtype(entry)) for name, entry in entries}
 
     def wait(self) -> None:
         """Returns once the last save is complete; raises CheckpointError, naming directory and step, if it failed."""
@@ -205,18 +211,15 @@ class Checkpointer:
 
     def _commit(self, manifest: Manifest) -> None:
         """In the background, after Orbax: seals the step, gives it its name, deletes steps not to be kept."""
-        saving, final = self.directory / f"{manifest.step}{SAVING}", self.directory / str(manifest.step)
         primary = jax.process_index() == 0
         try:
             self._orbax.wait_until_finished()
             if primary:
-                seal(saving, manifest)
-                if final.exists():
-                    delete(final)
-                saving.rename(final)
+                seal(self.directory / f"{manifest.step}{SAVING}", manifest)
+                publish(self.directory, manifest.step)
         except BaseException:
             if primary:
-                delete_leftovers(self.directory)  # a full disk needs the room
+                clear_leftovers(self.directory)  # a full disk needs the room
             raise
         if primary:
             losses = {step: found.eval_loss for step, found in self._complete().items()}
@@ -234,7 +237,7 @@ class Checkpointer:
         }
         try:
             arrays = self._orbax.restore(
-                self.directory / str(manifest.step),
+                step_folder(self.directory, manifest.step),
                 args=ocp.args.PyTreeRestore(item=dict.fromkeys(requests, 0), restore_args=requests),
             )
         except Exception as error:
@@ -250,12 +253,6 @@ class Checkpointer:
     def _complete(self) -> dict[int, Manifest]:
         found = complete_steps(self.directory)
         return {step: manifest for step, manifest in found.items() if step not in self._damaged}
-
-    def _manifest(self, step: int) -> Manifest:
-        try:
-            return read_manifest(self.directory, step)
-        except BrokenStepError as broken:
-            raise self._broken(broken) from broken
 
     def _broken(self, broken: BrokenStepError) -> CheckpointError:
         steps = self.steps()
@@ -351,12 +348,6 @@ def _is_key(dtype: Any) -> bool:
 
 def _dtype_name(dtype: Any) -> str:
     return str(dtype) if _is_key(dtype) else jnp.dtype(dtype).name
-
-
-def _dtype(entry: ArrayEntry) -> Any:
-    if entry.key_impl is None:
-        return jnp.dtype(entry.dtype)
-    return jax.eval_shape(lambda: jax.random.key(0, impl=entry.key_impl)).dtype
 
 
 def _plain(array: jax.Array) -> jax.Array:

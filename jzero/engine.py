@@ -265,9 +265,15 @@ class Engine:
         assert_placement(state, self.plan, self.mesh)
         self.state = state
 
-    def save(self, directory: str | Path, record: Mapping[str, Any] | None = None) -> None:
-        """Write the state as a checkpoint of its step and wait until it is complete."""
-        with self._checkpointer(directory) as checkpointer:
+    def save(
+        self, directory: str | Path, record: Mapping[str, Any] | None = None, keep_last: int | None = None
+    ) -> None:
+        """Write the state as a checkpoint of its step and wait until it is complete.
+
+        keep_last: delete all but so many of the newest checkpoints there; None: none is deleted. Those with an
+        evaluation loss, which the trainer's may have, always stay.
+        """
+        with self._checkpointer(directory, keep_last) as checkpointer:
             checkpointer.save(int(self.state.step), self.arrays(), self.shapes(), dict(record or {}))
 
     def restore(self, directory: str | Path, step: int | None = None) -> dict[str, Any]:
@@ -282,9 +288,8 @@ class Engine:
         32 of them under way fake devices wait for each other until XLA aborts the process (measured on jax 0.10.2)."""
         return jax.block_until_ready(result) if self.mesh.devices.flat[0].platform == "cpu" else result
 
-    def _checkpointer(self, directory: str | Path) -> "closing[Checkpointer]":
-        keep_last = self.config.checkpoint.keep_last
-        return closing(Checkpointer(Path(directory), keep_last=keep_last, keep_best=0, asynchronous=False))
+    def _checkpointer(self, directory: str | Path, keep_last: int | None = None) -> "closing[Checkpointer]":
+        return closing(Checkpointer(Path(directory), keep_last=keep_last, keep_best=None, asynchronous=False))
 
     @property
     def _live_state(self) -> TrainState:

@@ -7,10 +7,12 @@ the device wait.
 """
 
 import json
-import logging
+import os
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +20,11 @@ import jax
 import numpy as np
 
 from jzero.errors import DataError
-from jzero.rundir import replace_file
+from jzero.files import replacing, sync
 
 Row = dict[str, Any]
+
+_FLUSH_SECONDS = 5  # how late TensorBoard may see a row
 
 
 class Sink(Protocol):
@@ -33,7 +37,7 @@ class Sink(Protocol):
 
 class JsonlSink:
     """Appends one JSON object a line and hands each to the operating system at once: a killed process loses
-    none.
+    none. After `sync` a machine that loses power has lost none either.
 
     Floats are written in Python's shortest exact form, so they read back bit-equal. What is not finite is
     written NaN, Infinity or -Infinity: `json.loads` reads these, other readers of JSON may not. Rows of
@@ -42,14 +46,32 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int = 0):
         take_back(path, start_step)
+        self._path = path
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        sync(path.parent)
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with _naming(self._path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        with _naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with _naming(self._path):
+            self._file.close()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What fails on an open file does not say on which."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 class TensorBoardSink:
@@ -59,22 +81,49 @@ class TensorBoardSink:
     """
 
     def __init__(self, directory: Path, start_step: int = 0):
-        from tensorboardX import SummaryWriter  # brings protobuf along: only for those who ask for it
+        # Brings protobuf along: only for those who ask for it. Its SummaryWriter would write from a thread that ends
+        # without a word at the first error, a full disk say, and then wait for that thread for ever.
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
 
-        # It warns of each non-finite number. Those are in the rows, and the trainer speaks of them.
-        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-        # Event files are named by the second; the suffix keeps two short runs from sharing one.
-        self._writer = SummaryWriter(
-            str(directory), purge_step=start_step + 1, filename_suffix=f".{start_step}", flush_secs=5
-        )
+        directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a directory in the order of their names.
+        self._path = directory / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{start_step}"
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._file = RecordWriter(str(self._path))
+        self._flushed = time.monotonic()
+        self._add(0, file_version="brain.Event:2")
+        self._add(start_step + 1, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
 
     def write(self, row: Row) -> None:
-        for name, value in row.items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, row["step"])
+        make = self._summaries.Summary
+        values = [
+            make.Value(tag=name, simple_value=float(value))
+            for name, value in row.items()
+            if name != "step" and value is not None
+        ]
+        self._add(row["step"], summary=make(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        with _naming(self._path):
+            self._file.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), step=step, **content)
+        with _naming(self._path):
+            self._file.write(event.SerializeToString())
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = time.monotonic()
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames a file with something in it: .old, .old.2 and so on, whatever is free. Returns its new path."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return None
+    names = (path.with_name(f"{path.name}.old{f'.{number}' if number > 1 else ''}") for number in count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def take_back(path: Path, step: int) -> None:
@@ -89,7 +138,8 @@ def take_back(path: Path, step: int) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for number, line in enumerate(lines, 1) if _row_step(path, number, line) <= step]
     if kept != lines:
-        replace_file(path, b"".join(kept))
+        with replacing(path) as file:
+            file.writelines(kept)
 
 
 def _row_step(path: Path, number: int, line: bytes) -> float:
@@ -165,6 +215,12 @@ class MetricWriter:
         """Waits for the held step; returns its finished row, None if none was held."""
         held, self._held = self._held, None
         return self._finish(held)
+
+    def sync(self) -> None:
+        """Waits until the rows written so far are on the disk."""
+        for sink in self._sinks:
+            if isinstance(sink, JsonlSink):
+                sink.sync()
 
     def write(self, row: Row) -> None:
         """Passes on a row of host scalars, after the one that is held."""

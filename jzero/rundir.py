@@ -1,13 +1,19 @@
 """A run directory: what lies where, whose run it is, and from which step that run goes on."""
 
+import errno
+import fcntl
 import logging
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jzero.config import Config, dump_config, load_config, make_config
 from jzero.errors import CheckpointError, ConfigError
+from jzero.files import replacing
 from jzero.manifest import BrokenStepError, Manifest, assert_intact, complete_steps, listing, step_numbers
 
 logger = logging.getLogger(__name__)
@@ -34,6 +40,10 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
 
     @property
     def metrics(self) -> Path:
@@ -63,19 +73,49 @@ def open_run_directory(run_dir: str) -> RunDirectory:
     return RunDirectory(path)
 
 
+@contextmanager
+def locked(directory: RunDirectory) -> Iterator[None]:
+    """Holds the directory for this process. The system lets go of it, however the process ends.
+
+    Raises CheckpointError, naming the process, if another one holds it.
+    """
+    with assert_usable(directory):
+        file = open(directory.lock, "a+")  # noqa: SIM115
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CheckpointError(
+                f"train.run_dir={str(directory.path)!r} is in use by {file.read() or 'another process'}; "
+                "wait for its end, stop it, or name another train.run_dir"
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): let no second process train there", directory.path, error)
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        yield
+
+
+@contextmanager
+def assert_usable(directory: RunDirectory) -> Iterator[None]:
+    """Raises ConfigError if opening a file of the run within fails by what lies in the directory."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise ConfigError(
+            f"train.run_dir={str(directory.path)!r} cannot be used: {error}; mend that, or name another train.run_dir"
+        ) from error
+
+
 def write_config(directory: RunDirectory, config: Config) -> None:
     """Writes the resolved config, as it is from this start on."""
-    replace_file(directory.config, dump_config(config).encode())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader, or a kill at any moment, sees the old content or the new one whole."""
-    written = path.with_name(path.name + ".tmp")
-    with open(written, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(written, path)
+    with replacing(directory.config) as file:
+        file.write(dump_config(config).encode())
 
 
 def find_start(config: Config, directory: RunDirectory) -> int | None:

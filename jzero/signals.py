@@ -38,4 +38,5 @@ def stop_signals() -> Iterator[StopSignal]:
         yield stop
     finally:
         for number, handler in earlier.items():
-            signal.signal(number, handler)
+            # None: a handler that C code had installed, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JzeroError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(
+            f"error: {error}\nThe same command goes on from the last checkpoint once that is mended.", file=sys.stderr
+        )
+        return 1
     except KeyboardInterrupt:  # inside the loop the trainer itself answers signals
         print("interrupted while no training was under way: nothing to save", file=sys.stderr)
         return 130

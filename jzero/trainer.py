@@ -6,7 +6,7 @@ command: the parameters, the data and the rows in metrics.jsonl go on as if noth
 
 import signal
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,11 +22,12 @@ from jzero.display import console_sink, say, summary_table
 from jzero.engine import Engine, initialize
 from jzero.errors import CheckpointError, NonFiniteError
 from jzero.loss import WeightedLoss, cross_entropy
+from jzero.manifest import clear_leftovers
 from jzero.mesh import make_mesh
-from jzero.metrics import JsonlSink, MetricWriter, Row, Sink, TensorBoardSink, Throughput
+from jzero.metrics import JsonlSink, MetricWriter, Row, Sink, TensorBoardSink, Throughput, set_aside
 from jzero.models import build_model, generate
 from jzero.report import human_bytes
-from jzero.rundir import RunDirectory, find_start, open_run_directory, write_config
+from jzero.rundir import RunDirectory, assert_usable, find_start, locked, open_run_directory, write_config
 from jzero.signals import StopSignal, stop_signals
 
 SAMPLE_TEMPERATURE = 0.8  # lively, yet short of noise, for a model of bytes
@@ -38,14 +39,20 @@ def run_training(config: Config, console: Console | None = None) -> int:
     Start the runtime first (`jzero.runtime.start`). Returns the exit code: 0 when the run is complete, now or
     already; 128 plus its number after SIGINT or SIGTERM, with everything saved.
 
-    Raises UserError, before anything compiles, for what cannot work, and NonFiniteError when
-    `train.max_skipped_steps` steps in a row had no finite loss and gradient.
+    Raises UserError, before anything compiles, for what cannot work or is under way in another process, and
+    NonFiniteError when `train.max_skipped_steps` steps in a row had no finite loss and gradient.
     """
     console = console or Console()
     directory = open_run_directory(config.train.run_dir)
+    with locked(directory):
+        return _run(config, console, directory)
+
+
+def _run(config: Config, console: Console, directory: RunDirectory) -> int:
     mesh = make_mesh(config.mesh)
     batch = plan_batch(config.train, mesh.shape["replica"] * mesh.shape["data"])
     latest = find_start(config, directory)
+    clear_leftovers(directory.checkpoints)
     if latest is not None and latest >= config.train.num_steps:
         say(console, f"already complete: {directory.checkpoint(latest)} of {config.train.num_steps} steps")
         return 0
@@ -57,6 +64,7 @@ def run_training(config: Config, console: Console | None = None) -> int:
     keep = config.checkpoint
     checkpointer = Checkpointer(directory.checkpoints, keep.keep_last, keep.keep_best, keep.asynchronous)
     with closing(checkpointer):
+        checkpointer.claim()
         trainer = Trainer(config, console, directory, checkpointer, data, engine, batch.global_batch_size)
         if latest is not None:
             trainer.restore()
@@ -122,11 +130,13 @@ class Trainer:
     def run(self) -> int:
         """Trains to the last step or a signal and saves; returns the exit code."""
         progress, num_steps = self.progress, self.config.train.num_steps
-        write_config(self.directory, self.config)
+        with assert_usable(self.directory):
+            write_config(self.directory, self.config)
+            sinks = self._make_sinks()
         say(self.console, f"step {progress.step} of {num_steps} in {self.directory.path}")
         throughput = Throughput(self.batch_size * self.config.data.sequence_length)
         with (
-            closing(MetricWriter(self._make_sinks(), throughput, list(self.engine.plan.gradients))) as writer,
+            closing(MetricWriter(sinks, throughput, list(self.engine.plan.gradients))) as writer,
             closing(self.data.train_batches(progress.next_sample, num_steps - progress.step)) as batches,
             stop_signals() as stop,
         ):
@@ -162,19 +172,20 @@ class Trainer:
                 throughput.restart()
             save_due = save_due or _due(progress.step, save_every)
             if save_due:
-                # The row of a step is on file before its checkpoint is. A skipped step is not saved, the save
-                # waits for the next good one: a run gone wrong must not push out its last good checkpoints.
+                # A skipped step is not saved, the save waits for the next good one: a run gone wrong must not push
+                # out its last good checkpoints.
                 self._watch(writer.flush())
                 if progress.skipped_in_a_row == 0:
-                    self._save()
+                    self._save(writer)
                     save_due = False
+                    throughput.restart()
             if stop.number is not None:
                 break
         self._watch(writer.flush())
         if progress.step == train.num_steps and progress.evaluated_at != progress.step:
             self._evaluate(writer)
         if progress.saved_at != progress.step:
-            self._save()  # also after a skipped step, which left the parameters as they were
+            self._save(writer)  # also after a skipped step, which left the parameters as they were
         self.checkpointer.wait()
 
     def _watch(self, row: Row | None) -> None:
@@ -214,7 +225,8 @@ class Trainer:
         progress.eval_loss, progress.evaluated_at = total / weight, progress.step
         writer.write({"step": progress.step, "eval_loss": progress.eval_loss})
 
-    def _save(self) -> None:
+    def _save(self, writer: MetricWriter) -> None:
+        writer.sync()  # the row of a step is on the disk before its checkpoint is
         progress = self.progress
         evaluated = progress.evaluated_at == progress.step
         record = {
@@ -236,10 +248,16 @@ class Trainer:
 
     def _make_sinks(self) -> list[Sink]:
         log, start = self.config.log, self.progress.step
-        sinks: list[Sink] = [JsonlSink(self.directory.metrics, start)]
-        if log.tensorboard:
-            sinks.append(TensorBoardSink(self.directory.tensorboard, start))
-        num_steps = self.config.train.num_steps
+        num_steps, metrics = self.config.train.num_steps, self.directory.metrics
+        if start == 0 and (aside := set_aside(metrics)):
+            say(self.console, f"no checkpoint goes with {metrics}: it is now {aside.name}, the run starts anew")
+        with ExitStack() as opened:  # those before one that cannot be opened are closed
+            jsonl = JsonlSink(metrics, start)
+            opened.callback(jsonl.close)
+            sinks: list[Sink] = [jsonl]
+            if log.tensorboard:
+                sinks.append(TensorBoardSink(self.directory.tensorboard, start))
+            opened.pop_all()
         return [*sinks, console_sink(self.console, start_step=start, num_steps=num_steps, every=log.every)]
 
     def _summarise(self, throughput: Throughput) -> None:

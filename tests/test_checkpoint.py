@@ -1,12 +1,15 @@
 """What is saved comes back bit for bit on any devices and padding, or not at all with a message that says why."""
 
 import contextlib
+import dataclasses
 import errno
 import logging
+import os
 import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -17,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jzero
 from jzero.checkpoint import ArrayTarget, Checkpointer
 from jzero.errors import CheckpointError
-from jzero.manifest import retained
+from jzero.manifest import complete_steps, retained
 
 P = PartitionSpec
 KEYS = jax.random.key(0).dtype
@@ -151,16 +156,11 @@ def test_a_checkpoint_restores_on_more_devices_than_it_was_saved_on(tmp_path):
         assert_restored(checkpoints.restore(targets_on(8)).arrays, targets_on(8), VALUES)
 
 
-def test_a_checkpoint_can_be_listed_without_its_devices(saved):
+def test_a_step_that_is_not_there_is_told_with_those_that_are(saved):
     with open_checkpoints(saved) as checkpoints:
-        listed = checkpoints.read_shapes(3)
-        assert checkpoints.read_record(3) == RECORD
         assert (checkpoints.steps(), checkpoints.latest_step()) == ([3], 3)
         with pytest.raises(CheckpointError, match=r"step 4 of .* is not there\. Complete steps there: 3"):
-            checkpoints.read_record(4)
-    assert {name: (leaf.shape, leaf.dtype) for name, leaf in listed.items()} == {
-        name: (shape, dtype) for name, (shape, dtype, _) in LEAVES.items()
-    }
+            checkpoints.restore(targets_on(8), 4)
 
 
 def test_orbax_alone_opens_a_step(saved):
@@ -227,6 +227,8 @@ def test_the_last_and_the_best_steps_are_kept(tmp_path, asynchronous):
         ({1: 0.5, 2: 0.5, 3: 0.9}, 1, 1, {2, 3}),
         ({1: None, 2: None, 10: None}, 2, 3, {2, 10}),
         ({8: 0.1, 9: 0.2, 10: 0.3, 11: None}, 2, 1, {8, 10, 11}),
+        ({1: 0.1, 2: None, 3: None, 4: 0.2}, None, 0, {1, 2, 3, 4}),
+        ({1: 0.1, 2: None, 3: None, 4: 0.2, 5: None}, 1, None, {1, 4, 5}),
     ],
 )
 def test_which_steps_are_kept(losses, keep_last, keep_best, kept):
@@ -262,7 +264,7 @@ def test_a_record_is_saved_as_it_was_and_must_be_json(tmp_path):
         checkpoints.save(1, arrays, shapes, record)
         record["losses"].append(2.0)
         checkpoints.wait()
-        assert checkpoints.read_record(1) == {"losses": [1.0]}
+        assert complete_steps(tmp_path)[1].record == {"losses": [1.0]}
         with pytest.raises(CheckpointError, match=r"must be JSON: .*ndarray"):
             checkpoints.save(2, arrays, shapes, {"loss": np.ones(1)})
 
@@ -377,6 +379,7 @@ def test_after_a_damaged_step_the_run_goes_on_from_the_one_before(tmp_path):
 def test_without_an_intact_step_nothing_is_restored(tmp_path):
     with open_checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() is None
+        checkpoints.claim()
         with pytest.raises(CheckpointError, match=f"{tmp_path} has no complete checkpoint"):
             checkpoints.restore(SMALL_TARGETS)
         (tmp_path / "1").mkdir()
@@ -466,8 +469,8 @@ def test_a_directory_that_cannot_serve_is_refused_at_once(tmp_path, path, made, 
         file = tmp_path / (made or "file")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
-    with pytest.raises(CheckpointError, match=message):
-        Checkpointer(tmp_path / path, keep_last=1, keep_best=0, asynchronous=False)
+    with open_checkpoints(tmp_path / path) as checkpoints, pytest.raises(CheckpointError, match=message):
+        save_small(checkpoints, 1)
     assert not list(tmp_path.rglob("JZERO_CHECKPOINTS"))
 
 
@@ -608,3 +611,142 @@ def test_a_process_killed_while_saving_leaves_a_whole_step(tmp_path):
         for array in restored.arrays.values():
             np.testing.assert_array_equal(np.asarray(array), restored.step)
         last = restored.step
+
+
+# what a kill, a power cut or a file system in a bad way leave
+
+
+@pytest.mark.parametrize("killed_at", ["set aside", "named"])
+def test_a_kill_while_a_step_is_replaced_loses_neither(tmp_path, monkeypatch, killed_at):
+    """Killed between the two renames there is but the sealed folder; it is restored and then gets its name."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(path, *args, **kwargs):
+        if killed_at == "named" or path.name.endswith(".saving"):
+            raise Killed
+        return rename(path, *args)
+
+    rename, directory = Path.rename, tmp_path / "run"
+    with open_checkpoints(directory) as checkpoints:
+        save_small(checkpoints, 4, seed=40)
+    with open_checkpoints(directory) as checkpoints, monkeypatch.context() as patched:
+        patched.setattr(*((shutil, "rmtree") if killed_at == "named" else (Path, "rename")), kill)
+        patched.setattr("jzero.checkpoint.clear_leftovers", lambda directory: None)
+        save_small(checkpoints, 4, seed=41)
+        with pytest.raises(Killed):
+            checkpoints.wait()
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"JZERO_CHECKPOINTS", "4.deleting", "4" if killed_at == "named" else "4.saving"}
+    before = snapshot(directory)
+    with open_checkpoints(directory) as checkpoints:
+        assert checkpoints.steps() == [4]
+        assert_small(checkpoints.restore(SMALL_TARGETS), 4, seed=41)
+        assert snapshot(directory) == before
+        save_small(checkpoints, 6)
+        assert_small(checkpoints.restore(SMALL_TARGETS, 4), 4, seed=41)
+    assert {path.name for path in directory.iterdir()} == {"JZERO_CHECKPOINTS", "4", "6"}
+
+
+def snapshot(directory: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in [directory, *directory.rglob("*")]}
+
+
+def test_a_restore_writes_nothing(three_steps):
+    before = snapshot(three_steps)
+    with open_checkpoints(three_steps) as checkpoints:
+        assert_small(checkpoints.restore(SMALL_TARGETS), 6)
+    assert snapshot(three_steps) == before
+
+
+def test_a_restore_from_nowhere_makes_nothing(tmp_path):
+    with open_checkpoints(tmp_path / "typo" / "run") as checkpoints:
+        with pytest.raises(CheckpointError, match=r"typo/run cannot be used: No such file .* that holds checkpoints"):
+            checkpoints.restore(SMALL_TARGETS)
+        assert (checkpoints.steps(), checkpoints.latest_step()) == ([], None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Every file and folder of it; and its name is before the step it replaces is deleted."""
+    done, fsync, rename, rmtree = [], os.fsync, Path.rename, shutil.rmtree
+
+    def noting(act, call):
+        def noted(what, *args, **kwargs):
+            path = Path(os.readlink(f"/proc/self/fd/{what}")) if isinstance(what, int) else what
+            done.append((act, path.relative_to(tmp_path).as_posix()))
+            return call(what, *args, **kwargs)
+
+        return noted
+
+    with open_checkpoints(tmp_path) as checkpoints:
+        save_small(checkpoints, 4, seed=40)
+    with open_checkpoints(tmp_path) as checkpoints, monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", noting("fsync", fsync))
+        patched.setattr(Path, "rename", noting("rename", rename))
+        patched.setattr(shutil, "rmtree", noting("rmtree", rmtree))
+        save_small(checkpoints, 4, seed=41)
+        checkpoints.wait()
+    named = done.index(("rename", "4.saving"))
+    within = {path.relative_to(tmp_path / "4").as_posix() for path in (tmp_path / "4").rglob("*")} - {"jzero.json"}
+    assert len(within) > 5
+    synced = [path for act, path in done[:named] if act == "fsync"]
+    assert {"4.saving", *(f"4.saving/{path}" for path in within)} <= set(synced)
+    assert max(synced.index(f"4.saving/{path}") for path in within) < next(
+        number for number, path in enumerate(synced) if path.startswith("4.saving/jzero.json")
+    )
+    assert done[named + 1 :] == [("fsync", "."), ("rmtree", "4.deleting")]
+
+
+@pytest.mark.parametrize(("number", "saved"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_sync_folders_serves_but_not_a_failing_disk(tmp_path, monkeypatch, number, saved):
+    def refuse(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(file)
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", refuse)
+    with open_checkpoints(tmp_path) as checkpoints:
+        save_small(checkpoints, 2)
+        with contextlib.nullcontext() if saved else pytest.raises(CheckpointError, match="Input/output error"):
+            checkpoints.wait()
+        assert checkpoints.steps() == ([2] if saved else [])
+
+
+@pytest.mark.parametrize("what", ["rename", "rmtree"])
+def test_an_old_step_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch, caplog, what):
+    def refuse(path, *args, **kwargs):
+        if path.name.startswith("2"):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return rename(path, *args)
+
+    rename = Path.rename
+    with open_checkpoints(tmp_path, keep_last=1) as checkpoints:
+        save_small(checkpoints, 2)
+        checkpoints.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(*((Path, "rename") if what == "rename" else (shutil, "rmtree")), refuse)
+            save_small(checkpoints, 4)
+            checkpoints.wait()
+        assert re.search(rf"{tmp_path}/2.* could not be deleted: .*not permitted.*by hand", caplog.text)
+        assert_small(checkpoints.restore(SMALL_TARGETS), 4)
+        save_small(checkpoints, 6)
+        checkpoints.wait()
+        assert {path.name for path in tmp_path.iterdir()} == {"JZERO_CHECKPOINTS", "6"}
+
+
+def test_an_engine_deletes_nothing_unless_asked_and_never_a_step_with_an_evaluation_loss(tmp_path):
+    config = {"checkpoint": {"keep_last": 1, "keep_best": 0}}
+    engine = jzero.initialize(lambda rngs: nnx.Linear(8, 8, rngs=rngs), lambda m, b: m(b).mean(), None, config)
+    with open_checkpoints(tmp_path) as checkpoints:
+        for step, loss in ((1, 2.0), (2, 3.0), (3, None)):
+            checkpoints.save(step, engine.arrays(), engine.shapes(), {}, eval_loss=loss)
+    for step in (4, 5):
+        engine.state = dataclasses.replace(engine.state, step=engine.state.step + (step - int(engine.state.step)))
+        engine.save(tmp_path)
+    assert list(complete_steps(tmp_path)) == [1, 2, 3, 4, 5]
+    engine.state = dataclasses.replace(engine.state, step=engine.state.step + 1)
+    engine.save(tmp_path, keep_last=2)
+    assert list(complete_steps(tmp_path)) == [1, 2, 5, 6]

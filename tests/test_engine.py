@@ -610,6 +610,7 @@ PACKAGE = Path(jzero.__file__).parent
 ORDER = [
     *(
         "errors",
+        "files",
         "config_section",
         "config_batch",
         "config_files",

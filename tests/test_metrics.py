@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import resource
 import select
 import struct
 import subprocess
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from jzero.display import LineSink, ProgressSink, console_sink, summary_table
 from jzero.errors import DataError
-from jzero.metrics import JsonlSink, MetricWriter, TensorBoardSink, Throughput, take_back
+from jzero.metrics import JsonlSink, MetricWriter, TensorBoardSink, Throughput, set_aside, take_back
 
 
 def read(path):
@@ -135,6 +136,36 @@ def test_a_resumed_sink_states_each_step_once(tmp_path):
         second.write(row(step, loss=20.0))
     second.close()
     assert [(r["step"], r["loss"]) for r in read(path)] == [(1, 10.0), (2, 10.0), (3, 20.0), (4, 20.0)]
+
+
+def test_a_file_set_aside_never_takes_the_place_of_another(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert set_aside(path) is None
+    path.touch()
+    assert set_aside(path) is None
+    for number in (1, 2, 3):
+        path.write_text(f"{number}\n")
+        assert set_aside(path).exists()
+    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert found == {"metrics.jsonl.old": "1\n", "metrics.jsonl.old.2": "2\n", "metrics.jsonl.old.3": "3\n"}
+
+
+@pytest.mark.parametrize("kind", [JsonlSink, TensorBoardSink])
+def test_a_full_disk_is_told_with_the_file(tmp_path, kind):
+    sink, unlimited = kind(tmp_path / "written"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_more = lambda: [sink.write(row(step)) for step in range(2, 1000)]  # more than any buffer holds
+    sink.write(row(1))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+        for call in (write_more, sink.close):
+            with pytest.raises(OSError, match=r"File too large: '.*/written"):
+                call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    if kind is JsonlSink:
+        take_back(tmp_path / "written", 1000)
+        steps = [r["step"] for r in read(tmp_path / "written")]
+        assert steps == list(range(1, len(steps) + 1))
 
 
 # the writer

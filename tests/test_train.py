@@ -168,7 +168,6 @@ def test_data_that_cannot_serve_is_one_message_too(config_file, tmp_path, source
 
 IN_THE_WAY = {  # what is in the run directory: how it comes there
     "nothing": lambda run_dir: None,
-    "no row": lambda run_dir: (run_dir / "metrics.jsonl").write_text("step 1\n"),
     "another run": lambda run_dir: shutil.copy(REPOSITORY / "configs" / "quickstart.yaml", run_dir / "config.yaml"),
     "an empty step": lambda run_dir: (run_dir / "checkpoints" / "5").mkdir(parents=True),
     "Orbax's own": lambda run_dir: (run_dir / "checkpoints" / "_METADATA").mkdir(parents=True),
@@ -179,7 +178,6 @@ IN_THE_WAY = {  # what is in the run directory: how it comes there
     ("present", "told"),
     [
         ("nothing", "checkpoint.resume=must, but train.run_dir="),
-        ("no row", "metrics.jsonl, line 1: 'step 1' is no row of metrics"),
         ("another run", "model.hidden_size: 128 in the directory, 16 now"),
         ("an empty step", "holds only damaged checkpoints (steps 5)"),
         ("Orbax's own", "holds checkpoints that jzero did not write"),

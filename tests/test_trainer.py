@@ -1,12 +1,20 @@
 """A run from its config to its run directory: what it leaves, how it goes on, and what it refuses."""
 
+import errno
+import fcntl
 import io
 import json
+import logging
 import math
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -21,7 +29,9 @@ from jzero.engine import Engine
 from jzero.errors import CheckpointError, ConfigError, MeshError, NonFiniteError
 from jzero.manifest import complete_steps
 from jzero.metrics import Row
-from jzero.rundir import find_differences, find_start, open_run_directory, write_config
+from jzero.rundir import find_differences, find_start, locked, open_run_directory, write_config
+from jzero.signals import stop_signals
+from jzero.train import main
 from jzero.trainer import Trainer, run_training
 
 TINY = {
@@ -60,8 +70,8 @@ def train_rows(run_dir) -> list[Row]:
 
 
 def snapshot(directory) -> dict:
-    """Content and time of change of every file."""
-    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    """Content and time of change of every file but the lock, which names the last process that looked."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != "lock"]
     return {path: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
 
 
@@ -584,3 +594,131 @@ def test_a_trainer_runs_outside_the_main_thread(tmp_path):
     thread.start()
     thread.join()
     assert codes == [0]
+
+
+# one process a directory, a disk that fails, and what power cuts leave
+
+
+HOLDER = """
+import sys
+from jzero.rundir import locked, open_run_directory
+with locked(open_run_directory(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_under_way_in_another_process_is_left_alone(copy_of_straight, monkeypatch):
+    monkeypatch.setattr(trainer_module, "find_start", pytest.fail)
+    command = [sys.executable, "-c", HOLDER, str(copy_of_straight)]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            before = snapshot(copy_of_straight)
+            told = rf"train\.run_dir='{copy_of_straight}' is in use by process {holder.pid} on .*; wait .*stop it, or"
+            with pytest.raises(CheckpointError, match=told):
+                train(tiny(copy_of_straight))
+            assert snapshot(copy_of_straight) == before
+        finally:
+            holder.kill()
+    monkeypatch.undo()
+    assert train(tiny(copy_of_straight))[0] == 0  # kill -9 let go of it
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING), locked(open_run_directory(str(tmp_path))):
+        assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "tensorboard", "lock"])
+def test_what_lies_in_the_way_of_a_file_of_the_run_is_named(tmp_path, name):
+    trainer, _ = scripted(tmp_path, [3, 3], log={"tensorboard": True})
+    in_the_way = tmp_path / "run" / name
+    in_the_way.touch() if name == "tensorboard" else in_the_way.mkdir()
+    run = trainer.run if name != "lock" else partial(train, trainer.config)
+    with pytest.raises(ConfigError, match=rf"train\.run_dir='{tmp_path}/run' cannot be used: .*{name}.*; mend that"):
+        run()
+
+
+def test_a_disk_that_fails_is_one_message_and_exit_code_1(monkeypatch, capsys, tmp_path):
+    def fail(config):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+
+    monkeypatch.setattr(trainer_module, "run_training", fail)
+    assert main(["runtime.fake_devices=8"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: [Errno 28] No space left on device: 'metrics.jsonl'\nThe same command goes on")
+
+
+def test_rows_without_a_checkpoint_are_kept_aside(tmp_path):
+    trainer, out = scripted(tmp_path, [3, 3])
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    assert trainer.run() == 0
+    assert (tmp_path / "run" / "metrics.jsonl.old").read_text() == '{"step": 1, "loss": 9.0}\n'
+    assert [row["loss"] for row in train_rows(tmp_path / "run")] == [3.0, 3.0]
+    assert f"no checkpoint goes with {tmp_path}/run/metrics.jsonl: it is now metrics.jsonl.old" in out.getvalue()
+
+
+def test_rows_are_on_the_disk_before_their_checkpoint_is_saved(tmp_path, monkeypatch):
+    done, fsync = [], os.fsync
+
+    def noted(file):
+        done.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        fsync(file)
+
+    trainer, _ = scripted(tmp_path, [3, 3, 3], checkpoint={"save_every": 2}, train={"eval_every": 0})
+    save = trainer.checkpointer.save
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(trainer.checkpointer, "save", lambda *args, **more: (done.append(args[0]), save(*args, **more)))
+    assert trainer.run() == 0
+    assert [act for act in done if act in ("metrics.jsonl", 2, 3)] == ["metrics.jsonl", 2, "metrics.jsonl", 3]
+
+
+def test_the_time_of_a_save_is_not_that_of_a_step(tmp_path, monkeypatch):
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            self.now += 1.0
+            return self.now
+
+    clock = Clock()
+    trainer, _ = scripted(tmp_path, [3] * 6, checkpoint={"save_every": 2}, train={"eval_every": 0})
+    save = trainer.checkpointer.save
+
+    def slow(*args, **more):
+        clock.now += 1000
+        save(*args, **more)
+
+    monkeypatch.setattr(trainer.checkpointer, "save", slow)
+    monkeypatch.setattr(trainer_module, "Throughput", partial(trainer_module.Throughput, clock=clock))
+    assert trainer.run() == 0
+    assert [row["tokens_per_second"] for row in train_rows(tmp_path / "run")] == [None, *[4 * 16.0] * 5]
+
+
+def test_a_handler_that_python_cannot_put_back_ends_as_the_default(monkeypatch):
+    install, before = signal.signal, signal.getsignal(signal.SIGTERM)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(signal, "signal", lambda number, handler: install(number, handler) and None)
+            with stop_signals():
+                patched.undo()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        install(signal.SIGTERM, before)
+        install(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_step_killed_before_it_had_its_name_is_gone_on_from(copy_of_straight):
+    for step in (2, 4):
+        shutil.rmtree(copy_of_straight / "checkpoints" / str(step))
+    (copy_of_straight / "checkpoints" / "6").rename(copy_of_straight / "checkpoints" / "6.saving")
+    code, output = train(tiny(copy_of_straight))
+    assert code == 0
+    assert output.startswith(f"already complete: {copy_of_straight}/checkpoints/6")
+    assert [path.name for path in (copy_of_straight / "checkpoints").glob("6*")] == ["6"]

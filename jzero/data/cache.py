@@ -5,21 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from jzero.files import DamagedError, read_checked, replacing, write_checked
+
 _BLOCK_TOKENS = 1 << 20
-
-
-class DamagedError(Exception):
-    """A file of the cache is cut short, altered or gone. Never leaves `jzero.data`, which writes it anew."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def write_tokens(path: Path, pieces: Iterable[np.ndarray], num_tokens: int, dtyp
     """Writes the pieces, which hold `num_tokens` tokens of that dtype together, end to end."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_tokens,)}
     checksum = 0
-    with _replacing(path) as file:
+    with replacing(path) as file:
         np.lib.format.write_array_header_1_0(file, header)
         for piece in pieces:
             for block in blocks(piece):
@@ -87,34 +83,9 @@ def write_tokens(path: Path, pieces: Iterable[np.ndarray], num_tokens: int, dtyp
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Writes `record` (JSON) with its checksum."""
-    checksum = zlib.crc32(json.dumps(record).encode())
-    with _replacing(path) as file:
-        file.write(json.dumps({"checksum": checksum, "record": record}).encode())
+    write_checked(path, "record", record)
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """What `write_record` wrote. Raises FileNotFoundError, or DamagedError for anything else."""
-    content = path.read_bytes()
-    try:
-        parsed = json.loads(content)
-        record, checksum = parsed["record"], parsed["checksum"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path.name}: {error}") from error
-    if zlib.crc32(json.dumps(record).encode()) != checksum:
-        raise DamagedError(f"{path.name}: its checksum is not {checksum}")
-    return record
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, or vanishes when it raises.
-
-    Processes that write one path at once write a file each. The last to finish stays, always a whole file.
-    """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return read_checked(path, "record")[0]
