@@ -28,6 +28,10 @@ NOT_IDENTITY = {
     "data.num_workers",
     "data.prefetch_batches",
     "precision.preset",
+    # What one changes to save a run that went wrong.
+    "optimizer.learning_rate",
+    "optimizer.final_learning_rate",
+    "optimizer.clip_norm",
 }
 
 

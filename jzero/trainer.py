@@ -118,8 +118,11 @@ class Trainer:
         progress.next_sample = record["next_sample"]
         progress.eval_loss = record["eval_loss"]
         say(self.console, f"going on from {self.directory.checkpoint(restored.step)}")
+        optimizer, earlier = self.config.optimizer, record["config"]["optimizer"]
+        for name, value in optimizer.model_dump(mode="json").items():
+            if value != earlier[name]:
+                say(self.console, f"optimizer.{name} was {earlier[name]}, is {value} from here on")
         num_steps, before = self.config.train.num_steps, record["config"]["train"]["num_steps"]
-        optimizer = self.config.optimizer
         if num_steps != before and optimizer.decay_steps is None and optimizer.schedule != "constant":
             say(
                 self.console,
@@ -213,7 +216,8 @@ class Trainer:
             f"step {row['step']} is the last of {progress.skipped_in_a_row} in a row whose loss or gradients are "
             f"not finite (train.max_skipped_steps={self.config.train.max_skipped_steps}): {_non_finite(row)}.\n"
             f"Last finite loss: {finite}. Last good checkpoint: {saved}.\n"
-            "Lower optimizer.learning_rate, or look at the data from there on."
+            "Lower optimizer.learning_rate or optimizer.clip_norm and start it again, or look at the data from there "
+            "on. Should that checkpoint have the fault in it, delete it to go on from the one before."
         )
 
     def _evaluate(self, writer: MetricWriter) -> None:

@@ -288,6 +288,17 @@ def test_changed_text_is_not_gone_on_with(copy_of_straight, monkeypatch):
         train(tiny(copy_of_straight, train={"num_steps": 9}))
 
 
+def test_a_run_goes_on_with_another_learning_rate_and_says_so(copy_of_straight):
+    """The remedy that the message of a run gone wrong names."""
+    before = train_rows(copy_of_straight)[-1]["learning_rate"]
+    optimizer = {"learning_rate": 1e-4, "warmup_steps": 2, "clip_norm": 0.5}
+    code, output = train(tiny(copy_of_straight, train={"num_steps": 8}, optimizer=optimizer))
+    assert code == 0
+    assert "optimizer.clip_norm was 1.0, is 0.5 from here on" in output
+    assert "optimizer.learning_rate was" in output
+    assert train_rows(copy_of_straight)[-1]["learning_rate"] < before
+
+
 # whose run is it
 
 
@@ -300,7 +311,7 @@ def test_changed_text_is_not_gone_on_with(copy_of_straight, monkeypatch):
         {"data": {"synthetic_tokens": 30_000}},
         {"data": {"validation_fraction": 0.1}},
         {"train": {"seed": 1}},
-        {"optimizer": {"learning_rate": 1e-4, "warmup_steps": 2}},
+        {"optimizer": {"b1": 0.8, "warmup_steps": 2}},
         {"precision": {"preset": "bf16"}},
     ],
 )
