@@ -175,7 +175,9 @@ class Checkpointer:
             arrays = self._read(manifest, targets)
             self._held = {candidate}
             return Restored(candidate, arrays, manifest.record)
-        raise CheckpointError(f"{self.directory} has no complete checkpoint to restore")
+        inside = self.directory / "checkpoints"
+        hint = f"; a trainer's are in {inside}" if inside.is_dir() else ""
+        raise CheckpointError(f"{self.directory} has no complete checkpoint to restore{hint}")
 
     def steps(self) -> list[int]:
         """The complete steps in order: every file is there, with its size. Contents are checked by `restore` alone."""

@@ -19,7 +19,7 @@ from rich.console import RenderableType
 from jzero.adapt import adapt
 from jzero.checkpoint import ArrayTarget, Checkpointer
 from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
-from jzero.errors import ConfigError, DataError, UserError
+from jzero.errors import ConfigError, DataError, ModelError, UserError
 from jzero.grads import Loss, bind_params, make_grad_fn
 from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model
@@ -60,6 +60,10 @@ def prepare(
 ) -> "Blueprint":
     """What `initialize` builds its engine from, with nothing placed: absent devices (`jzero.mesh.topology`) will do."""
     config = make_config(config)
+    if not callable(loss):
+        raise ModelError(
+            f"loss is {loss!r}: give a function loss(model, batch) that returns a scalar or a WeightedLoss."
+        )
     _warn_of_lost_updates(config.precision)
     start(config.runtime)
     mesh = make_mesh(config.mesh, devices)
@@ -344,6 +348,8 @@ def _num_batch_shards(mesh: Mesh) -> int:
 def _narrow(x: Any) -> np.ndarray:
     """The array in the dtype JAX keeps it in. Integers that do not fit would wrap around without a word."""
     array = np.asarray(x)
+    if array.dtype.kind not in "biufcV":  # V: bfloat16 and its like
+        raise DataError(f"the batch holds an array of {array.dtype}; JAX takes numbers only.")
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if array.dtype != dtype and jnp.issubdtype(dtype, jnp.integer) and array.size:
         low, high = array.min(), array.max()

@@ -51,7 +51,9 @@ class NNXModel:
         for path, variable in _leaves(module, nnx.All(nnx.Variable, _NOT_PARAM)).items():
             value = model_state[path]
             variable.set_raw_value(fold_in(value, fold) if isinstance(variable, nnx.RngKey) else value)
-        if not train:
+        if train:
+            _train_where_undecided(module)
+        else:
             module.eval()
         return module
 
@@ -66,6 +68,14 @@ class NNXModel:
         for path, value in values.items():
             assert_carried(path, self.model_state.get(path), value, _NOT_CARRIED)
         return values
+
+
+def _train_where_undecided(module: nnx.Module) -> None:
+    """Layers made with deterministic=None, nnx.MultiHeadAttention's default, refuse to run until told. What was decided
+    stays: frozen BatchNorm statistics, say."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module) and getattr(node, "deterministic", False) is None:
+            node.train()
 
 
 _NOT_PARAM = nnx.Not(nnx.Param)

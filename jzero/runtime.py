@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
 from jzero.config import HOST_DEVICE_COUNT_FLAG, RuntimeConfig
 from jzero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # What JAX_PLATFORMS calls each platform; the first name is the one set.
 _JAX_NAMES = {"cpu": ("cpu",), "gpu": ("cuda", "rocm", "gpu"), "tpu": ("tpu",)}
@@ -23,6 +26,7 @@ def start(runtime: RuntimeConfig) -> None:
     platform = "cpu" if runtime.platform == "auto" and runtime.fake_devices else runtime.platform
     wanted = [f"{HOST_DEVICE_COUNT_FLAG}={runtime.fake_devices}"] if runtime.fake_devices else []
     named = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    _warn_of_another_count(runtime.fake_devices)
     missing = [flag for flag in [*wanted, *runtime.xla_flags] if flag.partition("=")[0] not in named]
     if _jax_has_started():
         _check_in_force(runtime, platform, missing)
@@ -33,6 +37,17 @@ def start(runtime: RuntimeConfig) -> None:
         _choose_platform(runtime, platform)
     if missing:
         os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *missing])
+
+
+def _warn_of_another_count(fake_devices: int | None) -> None:
+    flags = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
+    counts = [value for name, _, value in flags if name == HOST_DEVICE_COUNT_FLAG]
+    if fake_devices and counts and counts[-1] != str(fake_devices):
+        logger.warning(
+            "runtime.fake_devices = %d: XLA_FLAGS has %s, set before or by an earlier start, and wins",
+            fake_devices,
+            counts[-1],
+        )
 
 
 def _jax_has_started() -> bool:

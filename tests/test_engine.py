@@ -230,6 +230,17 @@ def test_optimizers_that_cannot_work_are_refused_before_anything_is_placed(optim
         jzero.initialize(toys.mlp, toys.square_loss, optimizer, config)
 
 
+def test_a_loss_that_is_no_function_is_refused():
+    with pytest.raises(jzero.UserError, match="loss is 3: give a function"):
+        jzero.initialize(toys.mlp, 3, optax.sgd(0.1), {})
+
+
+def test_text_in_a_batch_is_refused():
+    engine = jzero.initialize(toys.mlp, toys.square_loss, optax.sgd(0.1), {})
+    with pytest.raises(jzero.UserError, match="an array of <U1; JAX takes numbers only"):
+        engine.step(toys.square_batch(8, 0) | {"names": np.array(["a"] * 8)})
+
+
 def test_a_model_function_that_takes_no_rngs_is_refused():
     with pytest.raises(jzero.UserError, match="lambda rngs: MyModel"):
         jzero.initialize(lambda: toys.mlp(nnx.Rngs(0)), toys.square_loss, optax.sgd(0.1), {})

@@ -824,3 +824,25 @@ def test_built_module_is_the_start_and_stays_untouched(devices, stage, kind):
         np.testing.assert_array_equal(value, before[path], err_msg=path)
     np.testing.assert_array_equal(module.norm.mean[...], np.full(5, 0.25))
     assert module.norm.mean.get_metadata().get("on_set_value") is None
+
+
+class Undecided(nnx.Module):
+    """Attention whose `deterministic` nobody has set, and a BatchNorm whose statistics are frozen."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, dropout_rate=0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.attention(x))
+
+
+def test_undecided_layers_train_and_decided_ones_stay():
+    loss = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
+    engine = jzero.initialize(lambda rngs: Undecided(rngs), loss, optax.sgd(0.0), {})
+    x = np.random.default_rng(0).normal(size=(8, 3, 8)).astype(np.float32)
+    mean = np.array(engine.state.model_state["norm/mean"])
+    losses = {float(engine.step(x)["loss"]) for _ in range(3)}
+    assert len(losses) == 3  # other masks each time
+    assert len({float(engine.evaluate(x)["loss"]) for _ in range(3)} - losses) == 1
+    np.testing.assert_array_equal(engine.state.model_state["norm/mean"], mean)

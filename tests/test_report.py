@@ -16,9 +16,10 @@ PARAMS = {
 }
 
 
-def report(stage: int = 3, data: int = 8, params: dict[str, AbstractParam] = PARAMS) -> list[str]:
+def report(stage: int = 3, data: int = 8, params: dict[str, AbstractParam] = PARAMS, tensor: int = 1) -> list[str]:
     config = make_config({"zero": {"stage": stage, "min_shard_elements": 100}})
-    plan = make_plan(params, {"replica": 1, "data": data, "tensor": 1}, config.zero, config.precision, optax.adam(1e-3))
+    sizes = {"replica": 1, "data": data, "tensor": tensor}
+    plan = make_plan(params, sizes, config.zero, config.precision, optax.adam(1e-3))
     console = Console(width=120)
     with console.capture() as captured:
         console.print(plan_report(plan), soft_wrap=True)
@@ -81,3 +82,10 @@ def test_nothing_is_listed_where_nothing_is_split(stage, data):
 def test_bytes_are_told_by_powers_of_a_thousand():
     told = [human_bytes(count) for count in (0, 999, 1000, 1_234_567, 16_600_000_000)]
     assert told == ["0 B", "999 B", "1.00 kB", "1.23 MB", "16.60 GB"]
+
+
+def test_a_tensor_axis_that_no_parameter_names_is_told():
+    told = "mesh.tensor = 2: no parameter's own sharding names this axis"
+    assert any(line.startswith(told) for line in report(data=4, tensor=2))
+    own = {"w": AbstractParam((64, 64), "float32", spec=(("tensor",), None))}
+    assert not any("mesh.tensor" in line for line in report(data=4, tensor=2, params=own))

@@ -268,3 +268,12 @@ def test_without_its_compiler_a_topology_says_what_to_install(monkeypatch, platf
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", unavailable)
     with pytest.raises(MeshError, match=rf"pip install 'jzero\[{platform}\]'"):
         mesh.topology(platform, name)
+
+
+def test_a_device_count_that_does_not_hold_is_told(caplog, monkeypatch):
+    """XLA_FLAGS wins, whoever set it: the caller, or an earlier engine in the same notebook."""
+    monkeypatch.setenv("XLA_FLAGS", f"{COUNT}={jax.device_count()}")
+    runtime.start(RuntimeConfig(fake_devices=jax.device_count()))
+    assert not caplog.text
+    runtime.start(RuntimeConfig(fake_devices=99))
+    assert f"runtime.fake_devices = 99: XLA_FLAGS has {jax.device_count()}" in caplog.text
