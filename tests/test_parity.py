@@ -1,6 +1,5 @@
 """Placement changes no number: any stage, device count, mesh, accumulation and layer layout trains like one device."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -497,25 +496,3 @@ def test_moments_in_bfloat16_stay_so_placed_saved_and_restored(tmp_path):
         dtypes = {name.split("/")[2]: x.dtype.name for name, x in run.engine.arrays().items() if "opt_state/" in name}
         assert dtypes == {"count": "int32", "mu": "bfloat16", "nu": "float32"}
     assert_agrees(straight, one, params_rtol=1e-4)
-
-
-OPTAX = (
-    "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw "
-    "noisy_sgd novograd optimistic_gradient_descent optimistic_adam_v2 radam rmsprop rprop sgd sign_sgd sm3 yogi"
-)
-CONTRIB = (
-    "acprop ademamix adopt cocob dadapt_adamw dog dowg muon prodigy simplified_ademamix schedule_free_adamw "
-    "schedule_free_sgd"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*OPTAX.split(), *(f"contrib.{name}" for name in CONTRIB.split())])
-def test_every_optimizer_of_optax_trains_like_one_device(name):
-    make = getattr(optax.contrib if name.startswith("contrib.") else optax, name.removeprefix("contrib."))
-    parameters = inspect.signature(make).parameters
-    required = {name for name, p in parameters.items() if p.default is inspect.Parameter.empty}
-    arguments = {"learning_rate": 0.01} if "learning_rate" in required else {}
-    arguments |= {"key": 0} if "key" in parameters else {}
-    # acprop divides by the second moment of one step before: 5e-5 measured, of others less than 1e-5.
-    assert_agrees(train_mlp(3, 8, make(**arguments)), train_mlp(0, 1, make(**arguments)), params_rtol=1e-4)

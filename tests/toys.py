@@ -151,7 +151,7 @@ def bytes_a_device(arrays) -> int:
     for array in jax.tree.leaves(arrays):
         for shard in array.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    (count,) = set(held.values())
+    (count,) = set(held.values()) or {0}
     return count
 
 
