@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from jzero.config_batch import BatchPlan, batch_fault, divisors, either, neighbours
 from jzero.config_files import read_tree, write_yaml
 from jzero.config_section import (
+    AxisSize,
     Count,
     Decay,
     Fault,
@@ -23,6 +23,7 @@ from jzero.config_section import (
     Size,
     Text,
     Whole,
+    XlaFlag,
     config_error,
     shown,
     unused,
@@ -33,22 +34,6 @@ Dtype = Literal["float32", "bfloat16"]
 Group = Literal["all", "node"]
 
 HOST_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-
-
-def _axis_size(value: int) -> int:
-    if value < 1 and value != -1:
-        raise PydanticCustomError("axis_size", "must be at least 1, or -1 for all the devices that remain")
-    return value
-
-
-def _xla_flag(value: str) -> str:
-    if not value.startswith("--") or " " in value:
-        raise PydanticCustomError("xla_flag", "must be one flag such as --xla_dump_to=DIR")
-    return value
-
-
-AxisSize = Annotated[int, Whole, AfterValidator(_axis_size)]
-XlaFlag = Annotated[Text, AfterValidator(_xla_flag)]
 
 
 class ModelConfig(Section):
@@ -212,10 +197,14 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"  # optax's name
     learning_rate: NonNegative = 1e-3  # peak of the schedule
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # shape after the warm-up
+    # Shape after the warm-up. wsd: at the peak, then a linear decay; inverse_sqrt: peak * sqrt(warmup_steps / step).
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "piecewise"] = "cosine"
     warmup_steps: Count = 0  # steps of linear rise from 0
     decay_steps: Size | None = None  # steps to final_learning_rate, warm-up included; null: train.num_steps
-    final_learning_rate: NonNegative = 0.0  # where linear and cosine end, a step after the last
+    final_learning_rate: NonNegative = 0.0  # where linear, cosine and wsd end, a step after the last
+    cooldown_steps: Size | None = None  # wsd: steps of the final decay; null: a tenth of decay_steps
+    boundaries: tuple[Size, ...] = ()  # piecewise: steps at which the rate changes
+    factors: tuple[NonNegative, ...] = ()  # piecewise: times the peak, from each boundary on
     b1: Decay = 0.9  # adam, adamw: decay of the first moment
     b2: Decay = 0.999  # adam, adamw: decay of the second moment
     eps: Positive = 1e-8  # adam, adamw: added to the root of the second moment
@@ -225,10 +214,21 @@ class OptimizerConfig(Section):
     clip_norm: Positive | None = 1.0  # largest global gradient norm; null: no clipping
 
     def conflicts(self) -> Iterator[Fault]:
-        adam, decaying = ("name", ["adamw", "adam"]), ("schedule", ["linear", "cosine"])
+        adam, decaying = ("name", ["adamw", "adam"]), ("schedule", ["linear", "cosine", "wsd"])
+        wsd, piecewise = ("schedule", ["wsd"]), ("schedule", ["piecewise"])
         yield from unused(self, {"b1": adam, "b2": adam, "eps": adam})
         yield from unused(self, {"momentum": ("name", ["sgd"]), "nesterov": ("name", ["sgd"])})
         yield from unused(self, {"decay_steps": decaying, "final_learning_rate": decaying})
+        yield from unused(self, {"cooldown_steps": wsd, "boundaries": piecewise, "factors": piecewise})
+        steps, factors = self.boundaries, self.factors
+        if self.schedule == "piecewise" and (
+            len(steps) != len(factors) or [*steps] != sorted({*steps}) or not steps or steps[0] < self.warmup_steps
+        ):
+            yield Fault(
+                ("optimizer.boundaries", "optimizer.factors", "optimizer.warmup_steps"),
+                f"optimizer.boundaries = {shown(steps)}, optimizer.factors = {shown(factors)}: give as many of one as "
+                f"of the other, the steps rising and none before optimizer.warmup_steps = {self.warmup_steps}",
+            )
 
 
 class TrainConfig(Section):

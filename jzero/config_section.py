@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -84,9 +85,26 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
+
 Fraction = Annotated[Number, Field(gt=0, lt=1)]
 Text = Annotated[str, BeforeValidator(_text)]
 Flag = StrictBool
+
+
+def _axis_size(value: int) -> int:
+    if value < 1 and value != -1:
+        raise PydanticCustomError("axis_size", "must be at least 1, or -1 for all the devices that remain")
+    return value
+
+
+def _xla_flag(value: str) -> str:
+    if not value.startswith("--") or " " in value:
+        raise PydanticCustomError("xla_flag", "must be one flag such as --xla_dump_to=DIR")
+    return value
+
+
+AxisSize = Annotated[int, Whole, AfterValidator(_axis_size)]
+XlaFlag = Annotated[Text, AfterValidator(_xla_flag)]
 
 
 class Section(BaseModel):

@@ -24,35 +24,53 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
     - count 0: 0 where W > 0 (that first update moves nothing), else peak;
     - 0 <= count <= W: peak * count / W;
-    - W <= count <= E: linear or half a cosine from peak at W to final at E; constant stays at peak;
+    - W <= count <= E: linear or half a cosine from peak at W to final at E; constant stays at peak; wsd stays there
+      until E - `cooldown_steps`, then falls linearly (arXiv 2404.06395, section 4);
     - count >= E: final. With E = num_steps the last update, of count num_steps - 1, is one step short of it.
+    - inverse_sqrt (arXiv 1706.03762, section 5.3): peak * sqrt(W / count) from W on, W at least 1;
+    - piecewise: peak * `factors`[i] from `boundaries`[i] on.
 
     Returns:
         A function of an int or an integer array, giving a float32 scalar; traceable.
 
     Raises:
-        ConfigError: linear or cosine with a warm-up that leaves no step to decay in.
+        ConfigError: a warm-up, or a warm-up and a cool-down, that do not fit in the steps.
     """
     peak, final, warmup = config.learning_rate, config.final_learning_rate, config.warmup_steps
     end = num_steps if config.decay_steps is None else config.decay_steps
-    if config.schedule == "constant":
-        after_warmup = optax.constant_schedule(peak)
-    else:
-        if warmup >= end:
-            name = "train.num_steps" if config.decay_steps is None else "optimizer.decay_steps"
-            raise ConfigError(
-                f"optimizer.warmup_steps = {warmup}: leaves nothing of {name} = {end} to decay in; "
-                "lower the first, raise the second, or set optimizer.schedule: constant"
-            )
-        if config.schedule == "linear":
-            after_warmup = optax.linear_schedule(peak, final, end - warmup)
-        else:
-            after_warmup = optax.cosine_decay_schedule(peak, end - warmup, alpha=final / peak if peak else 0.0)
+    cooldown = config.cooldown_steps or max(1, end // 10)
+    if config.schedule in ("linear", "cosine", "wsd"):
+        _assert_room(config, num_steps, cooldown if config.schedule == "wsd" else 1)
+    offset = max(warmup, 1)
+    after_warmup = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, final, end - warmup),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, end - warmup, alpha=final / peak if peak else 0.0),
+        "wsd": lambda: optax.linear_schedule(peak, final, cooldown, end - cooldown - warmup),
+        "inverse_sqrt": lambda: lambda count: peak * jnp.sqrt(offset / (offset + count)),
+        "piecewise": lambda: optax.join_schedules(
+            [optax.constant_schedule(peak * factor) for factor in (1.0, *config.factors)],
+            [boundary - warmup for boundary in config.boundaries],
+        ),
+    }[config.schedule]()
     schedule = after_warmup
     if warmup:
         schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after_warmup], [warmup])
     # optax mixes the count with floats, which strict dtype promotion forbids for integers.
     return lambda count: jnp.asarray(schedule(jnp.asarray(count, jnp.float32)), jnp.float32)
+
+
+def _assert_room(config: OptimizerConfig, num_steps: int, decay: int) -> None:
+    """Raise ConfigError unless the warm-up leaves `decay` steps."""
+    name, end = (
+        ("train.num_steps", num_steps) if config.decay_steps is None else ("optimizer.decay_steps", config.decay_steps)
+    )
+    if config.warmup_steps + decay > end:
+        cooldown = f" and optimizer.cooldown_steps = {decay}" if config.schedule == "wsd" else ""
+        raise ConfigError(
+            f"optimizer.warmup_steps = {config.warmup_steps}{cooldown}: leaves nothing of {name} = {end} to decay in; "
+            "lower the first, raise the last, or set optimizer.schedule: constant"
+        )
 
 
 def make_optimizer(

@@ -33,6 +33,19 @@ from jzero.optim import decay_mask, is_elementwise, make_optimizer, make_schedul
             {0: 0.0, 1: 1.0, 2: 2.0, 4: 0.5 + 0.75 * (1 + np.cos(np.pi / 3)), 5: 1.25, 8: 0.5, 99: 0.5},
         ),
         ({"schedule": "cosine", "learning_rate": 0.0, "warmup_steps": 2}, 10, {0: 0.0, 2: 0.0, 10: 0.0}),
+        ({"schedule": "wsd", "warmup_steps": 4}, 40, {0: 0.0, 4: 2.0, 36: 2.0, 38: 1.0, 40: 0.0, 99: 0.0}),
+        (
+            {"schedule": "wsd", "cooldown_steps": 5, "decay_steps": 20, "final_learning_rate": 1.0},
+            40,
+            {0: 2.0, 15: 2.0, 16: 1.8, 20: 1.0, 39: 1.0},
+        ),
+        ({"schedule": "inverse_sqrt", "warmup_steps": 4}, 10, {0: 0.0, 2: 1.0, 4: 2.0, 16: 1.0, 64: 0.5}),
+        ({"schedule": "inverse_sqrt"}, 10, {0: 2.0, 3: 1.0, 15: 0.5}),
+        (
+            {"schedule": "piecewise", "warmup_steps": 2, "boundaries": (5, 8), "factors": (0.5, 0.1)},
+            10,
+            {0: 0.0, 1: 1.0, 2: 2.0, 4: 2.0, 5: 1.0, 7: 1.0, 8: 0.2, 99: 0.2},
+        ),
     ],
 )
 def test_learning_rate_by_count(fields, num_steps, expected):
@@ -49,6 +62,15 @@ def test_learning_rate_by_count(fields, num_steps, expected):
     [
         ({"warmup_steps": 10}, r"optimizer\.warmup_steps = 10.*train\.num_steps = 10"),
         ({"warmup_steps": 7, "decay_steps": 5, "schedule": "linear"}, r"= 7.*optimizer\.decay_steps = 5"),
+        ({"warmup_steps": 7, "schedule": "wsd", "cooldown_steps": 4}, r"= 7 and optimizer\.cooldown_steps = 4.*= 10"),
+        ({"schedule": "piecewise"}, r"optimizer\.boundaries = \[\].*give as many"),
+        ({"schedule": "piecewise", "boundaries": (5, 3), "factors": (1, 1)}, r"boundaries = \[5, 3\].*rising"),
+        (
+            {"schedule": "piecewise", "boundaries": (3,), "factors": (1,), "warmup_steps": 4},
+            r"none before optimizer\.warmup_steps = 4",
+        ),
+        ({"boundaries": (3,)}, r"boundaries = \[3\]: not read by optimizer\.schedule = cosine"),
+        ({"schedule": "inverse_sqrt", "decay_steps": 3}, r"decay_steps = 3: not read by"),
         ({"name": "adam", "weight_decay": 0.1}, r"optimizer\.weight_decay = 0\.1.*adamw"),
         (
             {"name": "sgd", "nesterov": True, "momentum": 0.0},
