@@ -35,24 +35,42 @@ def comments(config: Path) -> str:
 # examples
 
 
-def test_digits_learns_and_restores(tmp_path):
-    source = (REPOSITORY / "examples" / "digits.py").read_text()
-    assert "python examples/digits.py" in source.split('"""')[1]
-    assert len(source.splitlines()) < 80
-    command = [sys.executable, str(REPOSITORY / "examples" / "digits.py")]
+def run_example(name: str, directory: Path) -> list[str]:
+    """The lines it prints."""
+    source = (REPOSITORY / "examples" / name).read_text()
+    assert f"python examples/{name}" in source.split('"""')[1]
+    assert len(source.splitlines()) < 85
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}  # this jzero, installed or not
+    environment.pop("XLA_FLAGS", None)  # each says how many devices it wants
+    command = [sys.executable, str(REPOSITORY / "examples" / name)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert list(directory.iterdir()) == []
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("name", "split"), [("linen_resnet.py", "over 6"), ("functions.py", "over 8")])
+def test_examples_learn_to_what_they_promise(name, split, tmp_path):
+    lines = run_example(name, tmp_path)
+    promised = re.search(
+        r"accuracy\s+on 384 digits held back is about ([\d.]+)", (REPOSITORY / "examples" / name).read_text()
+    )
+    (*_, last) = [float(found[1]) for line in lines if (found := re.search(r"accuracy ([\d.]+)", line))]
+    assert promised
+    assert last == pytest.approx(float(promised[1]), abs=0.02)
+    assert any(line.endswith(split) for line in lines)
+
+
+def test_digits_learns_and_restores(tmp_path):
+    lines = run_example("digits.py", tmp_path)
     results = [tuple(map(float, re.search(r"loss ([\d.]+)  accuracy ([\d.]+)$", line).groups())) for line in lines]
     *epochs, restored = results
     assert len(epochs) == 5
     assert epochs[-1][1] > 0.95
     assert epochs[-1][0] < epochs[0][0]
     assert restored == pytest.approx(epochs[-1], abs=0.0021)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_loop_that_reads_no_results_does_not_pile_up_programs():
