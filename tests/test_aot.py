@@ -1,7 +1,7 @@
 """Programs for absent accelerators, compiled ahead of time: gathers and reduce-scatters as the papers count them.
 
 pip install libtpu              # for TPU v5e:2x4
-pip install jax-cuda12-plugin   # for 8 H100
+pip install jax-cuda12-plugin   # for 8 H100; or jzero[gpu], which brings that of CUDA 13
 pytest -m aot
 """
 
@@ -33,7 +33,10 @@ PLATFORMS = [
     ),
     pytest.param(
         *("gpu", "h100:8"),
-        marks=pytest.mark.skipif(not find_spec("jax_cuda12_plugin"), reason="jax-cuda12-plugin is not installed"),
+        marks=pytest.mark.skipif(
+            not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
+            reason="no CUDA plugin is installed",
+        ),
         id="gpu",
     ),
 ]
