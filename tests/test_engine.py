@@ -504,6 +504,7 @@ def restore_each_others(plans: list[tuple[int, int, dict[str, int], dict[str, st
             assert_same(true_arrays(engine), arrays)
 
 
+@pytest.mark.slow
 def test_every_plan_restores_every_other(tmp_path):
     restore_each_others([PLANS[i] for i in (0, 5, 10, 15, 16, 17, 19)], tmp_path)
 

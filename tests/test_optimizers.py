@@ -57,7 +57,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 }
 PATHS = ("down/bias", "down/kernel", "up/bias", "up/kernel")
 # The rest is slow.
-BY_DEFAULT = ("adafactor", "adamw", "lamb", "contrib.muon", "contrib.schedule_free_adamw", "MultiSteps")
+BY_DEFAULT = ("adafactor", "lamb", "contrib.muon", "MultiSteps")
 
 
 def train(name: str, stage: int, devices: int) -> tuple[jzero.Engine, np.ndarray]:
