@@ -85,7 +85,6 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
-
 Fraction = Annotated[Number, Field(gt=0, lt=1)]
 Text = Annotated[str, BeforeValidator(_text)]
 Flag = StrictBool

@@ -12,6 +12,9 @@ from jzero.plan import AbstractParam
 
 Arrays = dict[str, Any]
 
+# The random key in the model state of a model that keeps none of its own.
+RNG = "rng"
+
 
 class Model(Protocol):
     """A model by the paths of its arrays. params and model_state are abstract."""
@@ -55,6 +58,10 @@ def assert_carried(path: str, before: Any, after: Any, otherwise: str) -> None:
 def host_copies(values: Arrays) -> Arrays:
     """Host copies: placing them must not start from a whole copy on one device. Random keys stay as they are."""
     return {p: v if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else np.asarray(v) for p, v in values.items()}
+
+
+def abstract_key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def fold_in(key: jax.Array, fold: Any) -> jax.Array:

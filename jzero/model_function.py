@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import ModelError
-from jzero.model_api import Arrays, fold_in
+from jzero.model_api import RNG, Arrays, abstract_key, fold_in
 from jzero.plan import AbstractParam
 from jzero.usepoint import gather
-
-RNG = "rng"
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class FunctionModel:
 
     @property
     def model_state(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        return {RNG: jax.eval_shape(lambda: jax.random.key(0))}
+        return {RNG: abstract_key()}
 
     def given(self, seed: int) -> None:
         return None

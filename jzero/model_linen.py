@@ -14,10 +14,8 @@ from flax.linen.spmd import logical_to_mesh_axes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.errors import ModelError
-from jzero.model_api import Arrays, assert_carried, fold_in, host_copies
+from jzero.model_api import RNG, Arrays, abstract_key, assert_carried, fold_in, host_copies
 from jzero.plan import AbstractParam, Entry
-
-RNG = "rng"
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def adapt_linen(linen: Linen) -> LinenModel:
     state = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in state.items()}
     if linen.variables is not None:
         _assert_same(params, state, linen.variables)
-    return LinenModel(linen, params, {**state, RNG: jax.eval_shape(lambda: jax.random.key(0))}, carried)
+    return LinenModel(linen, params, {**state, RNG: abstract_key()}, carried)
 
 
 class _Created(struct.PyTreeNode, nn.meta.AxisMetadata):

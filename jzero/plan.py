@@ -64,6 +64,11 @@ class LeafPlan:
         return PartitionSpec(*entries)
 
     @property
+    def own_axes(self) -> set[str]:
+        """The mesh axes that the model itself splits the leaf over."""
+        return {axis for entry in self.own_spec for axis in _names(entry)}
+
+    @property
     def whole(self) -> "LeafPlan":
         """The same leaf with only the model's own axes: what compute sees before padding is cut off."""
         return replace(self, zero_axes=())
@@ -242,7 +247,7 @@ def _place(
     filled in later. Axes that the model's own spec has taken are not used again."""
     whole = _unsplit(path, shape, None, "", own_spec)
     gathered, min_elements = math.prod(shape[stack_ndim:]), zero.min_shard_elements
-    count = _extent(_unused(axes, own_spec), axis_sizes)
+    count = _extent(_unused(axes, whole), axis_sizes)
     if not axes:
         return replace(whole, reason="whole: nothing to split over")
     if count == 1:
@@ -268,14 +273,13 @@ def _reason(leaf: LeafPlan, tree: str, axes: tuple[str, ...], stage: int) -> str
     )
 
 
-def _unused(axes: tuple[str, ...], own_spec: tuple[Entry, ...]) -> tuple[str, ...]:
-    taken = {axis for entry in own_spec for axis in _names(entry)}
-    return tuple(axis for axis in axes if axis not in taken)
+def _unused(axes: tuple[str, ...], leaf: LeafPlan) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in leaf.own_axes)
 
 
 def _on_top(axes: tuple[str, ...], leaf: LeafPlan) -> tuple[str, ...]:
     """The axes of a tree that a leaf is split over, beside those that the model itself splits it over."""
-    return () if leaf.dim is None else _unused(axes, leaf.own_spec)
+    return () if leaf.dim is None else _unused(axes, leaf)
 
 
 def _unsplit(

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jzero.plan import Entry, LeafPlan, Plan
+from jzero.plan import LeafPlan, Plan
 
 _SHOWN = 8
 
@@ -60,14 +60,10 @@ def _notes(plan: Plan) -> list[Text]:
 def _idle_axis(plan: Plan) -> list[Text]:
     """A tensor axis serves models that name it; for others its devices do the same work over again."""
     size = plan.axis_sizes.get("tensor", 1)
-    if size == 1 or any("tensor" in _names(leaf.own_spec) for leaf in plan.params.values()):
+    if size == 1 or any("tensor" in leaf.own_axes for leaf in plan.params.values()):
         return []
     told = f"mesh.tensor = {size}: no parameter's own sharding names this axis, so its devices repeat each other's work"
     return [Text(told)]
-
-
-def _names(spec: tuple[Entry, ...]) -> set[str]:
-    return {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
 
 
 def _listing(word: str, rows: list[tuple[str, str, int]]) -> list[Text]:

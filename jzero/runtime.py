@@ -25,8 +25,9 @@ def start(runtime: RuntimeConfig) -> None:
     """
     platform = "cpu" if runtime.platform == "auto" and runtime.fake_devices else runtime.platform
     wanted = [f"{HOST_DEVICE_COUNT_FLAG}={runtime.fake_devices}"] if runtime.fake_devices else []
-    named = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
-    _warn_of_another_count(runtime.fake_devices)
+    given = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
+    named = {name: value for name, _, value in given}
+    _warn_of_another_count(runtime.fake_devices, named.get(HOST_DEVICE_COUNT_FLAG))
     missing = [flag for flag in [*wanted, *runtime.xla_flags] if flag.partition("=")[0] not in named]
     if _jax_has_started():
         _check_in_force(runtime, platform, missing)
@@ -39,14 +40,12 @@ def start(runtime: RuntimeConfig) -> None:
         os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *missing])
 
 
-def _warn_of_another_count(fake_devices: int | None) -> None:
-    flags = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
-    counts = [value for name, _, value in flags if name == HOST_DEVICE_COUNT_FLAG]
-    if fake_devices and counts and counts[-1] != str(fake_devices):
+def _warn_of_another_count(fake_devices: int | None, count: str | None) -> None:
+    if fake_devices and count is not None and count != str(fake_devices):
         logger.warning(
             "runtime.fake_devices = %d: XLA_FLAGS has %s, set before or by an earlier start, and wins",
             fake_devices,
-            counts[-1],
+            count,
         )
 
 
