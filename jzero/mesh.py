@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jzero.config import MeshConfig
-from jzero.config_batch import divisors, either, neighbours
+from jzero.config.batch import divisors, either, neighbours
 from jzero.errors import MeshError
 
 Device: TypeAlias = Any  # jax.Device, for which jaxlib ships no types

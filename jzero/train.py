@@ -11,7 +11,7 @@ EPILOG = """\
 example:
   python -m jzero.train --config configs/quickstart.yaml zero.stage=2 train.num_steps=500
 
-Every field, its meaning and its default: jzero/config.py; --print-config shows their values.
+Every field, its meaning and its default: jzero/config/; --print-config shows their values.
 Exit codes: 0 done, 1 a fault, 2 a mistake in what was asked for, 130 or 143 interrupted and saved:
 the same command goes on.
 """

@@ -21,7 +21,7 @@ from jzero.config import (
     make_config,
     plan_batch,
 )
-from jzero.config_section import subsections
+from jzero.config.section import subsections
 from jzero.errors import ConfigError
 
 

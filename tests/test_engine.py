@@ -620,19 +620,9 @@ def test_arrays_that_are_no_state_are_refused_by_name(trained):
 
 PACKAGE = Path(jzero.__file__).parent
 ORDER = [
-    *(
-        "errors",
-        "files",
-        "config_section",
-        "config_batch",
-        "config_files",
-        "config",
-        "runtime",
-        "mesh",
-        "plan",
-        "jaxprs",
-        "optim",
-    ),
+    *("errors", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
+    *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
+    *("runtime", "mesh", "plan", "jaxprs", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("grads", "state", "step", "manifest", "checkpoint", "report", "engine"),
     *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),
@@ -644,7 +634,7 @@ HOMES = {
     "orbax": {"checkpoint"},
     "grain": {"data.pipeline"},
     "tensorboardX": {"metrics"},
-    "omegaconf": {"config_files"},
+    "omegaconf": {"config.files"},
 }
 
 

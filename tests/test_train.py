@@ -62,8 +62,8 @@ def test_help_has_an_example_and_says_where_the_fields_are(capsys):
     assert ended.value.code == 0
     told = capsys.readouterr().out
     assert "python -m jzero.train --config" in told
-    assert (REPOSITORY / "jzero" / "config.py").exists()
-    assert "jzero/config.py" in told
+    assert (REPOSITORY / "jzero" / "config").is_dir()
+    assert "jzero/config/" in told
 
 
 def test_print_config_resolves_file_and_overrides(config_file, tmp_path, capsys):

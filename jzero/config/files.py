@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jzero.config_section import Fault, config_error, dotted, shown
+from jzero.config.section import Fault, config_error, dotted, shown
 from jzero.errors import ConfigError
 
 # YAML 1.1 takes 010 for octal and 1:30 for base 60. Nobody means that here.
