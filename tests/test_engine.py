@@ -620,7 +620,7 @@ def test_arrays_that_are_no_state_are_refused_by_name(trained):
 
 PACKAGE = Path(jzero.__file__).parent
 ORDER = [
-    *("errors", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
+    *("errors", "paths", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
     *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
     *("runtime", "mesh", "plan", "jaxprs", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
