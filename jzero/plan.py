@@ -6,7 +6,7 @@ plans a 64-device job on a laptop.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,11 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jzero.config import PrecisionConfig, ZeroConfig
-from jzero.errors import PlanError
+from jzero.config import LossScaleConfig, PrecisionConfig, ZeroConfig
+from jzero.errors import ConfigError, PlanError
+from jzero.loss_scale import init_loss_scale
+from jzero.paths import matching
+from jzero.rounding import widened
 
 Entry = str | tuple[str, ...] | None
 
@@ -99,18 +102,25 @@ class LeafPlan:
 class Plan:
     """The placement of a whole training state, by parameter path.
 
-    weights: what the optimizer updates, placed as it updates it. master: the same where that is a copy of its own, else
-    empty. optimizer: LeafPlans in the structure of the optax state.
+    params: at rest, frozen ones included. compute: their dtypes where the model reads them. initial: all of them as
+    their first values are computed, frozen ones too. The trees from here on are of trained parameters only. weights:
+    what the optimizer updates, placed as it updates it. master: those of them that are copies of their own. optimizer:
+    LeafPlans in the structure of the optax state. ema: the moving average of the weights, empty where none is kept.
+    loss_scale: scalars, for float16.
     """
 
     axis_sizes: Mapping[str, int]
     stage: int
     params: Mapping[str, LeafPlan]
+    compute: Mapping[str, Any]
+    initial: Mapping[str, LeafPlan]
     gradients: Mapping[str, LeafPlan]
     weights: Mapping[str, LeafPlan]
     master: Mapping[str, LeafPlan]
     optimizer: Any
+    ema: Mapping[str, LeafPlan]
     model_state: Mapping[str, LeafPlan]
+    loss_scale: Mapping[str, LeafPlan]
 
     def trees(self) -> dict[str, list[LeafPlan]]:
         """The leaves by tree; `optimizer` holds the master weights too, as the papers count them."""
@@ -118,16 +128,18 @@ class Plan:
             "parameters": list(self.params.values()),
             "gradients": list(self.gradients.values()),
             "optimizer": [*self.master.values(), *_leaves(self.optimizer)],
+            "ema": list(self.ema.values()),
             "model_state": list(self.model_state.values()),
         }
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Exact bytes on each device by tree: parameters, gradients, optimizer, and model_state where there is any."""
+        """Exact bytes on each device by tree: parameters, gradients, optimizer, and ema and model_state where there are
+        any."""
         sums = {
             tree: sum(leaf.bytes_per_device(self.axis_sizes) for leaf in leaves)
             for tree, leaves in self.trees().items()
         }
-        return {tree: n for tree, n in sums.items() if n or tree != "model_state"}
+        return {tree: n for tree, n in sums.items() if n or tree not in ("ema", "model_state")}
 
     def whole_leaves(self) -> dict[str, LeafPlan]:
         """Parameters that no tree of a sharded stage splits, by path."""
@@ -147,13 +159,20 @@ def make_plan(
     model_state: Mapping[str, jax.ShapeDtypeStruct] | None = None,
     *,
     accumulating: bool = False,
+    frozen: Sequence[str] = (),
+    ema: bool = False,
 ) -> Plan:
     """The placement of every leaf of the training state.
 
     accumulating: gradients are summed over several micro-batches, so their tree has the accumulation dtype
-    (`precision.accumulate`) instead of the parameters' own. Raises PlanError naming the parameter, dimension, size and
-    axis size for a model's own spec that does not fit.
+    (`precision.accumulate`) instead of the parameters' own. frozen: path patterns of parameters that are not trained.
+    ema: a moving average of the weights is kept.
+
+    Raises PlanError naming the parameter, dimension, size and axis size for a model's own spec that does not fit, and
+    ConfigError for a pattern that matches nothing.
     """
+    trained = trainable(params, frozen)
+    kept = matching("precision.keep_float32", precision.keep_float32, params)
     axes = zero_axes(zero, axis_sizes)
     widest = max(axes.values(), key=len)
     placed = {
@@ -161,36 +180,51 @@ def make_plan(
         for path, p in params.items()
     }
 
-    def tree(kind: str, dtype: str | None) -> dict[str, LeafPlan]:
+    def dtype(path: str, wanted: str) -> Any:
+        return stored_dtype(params[path].dtype, "float32" if path in kept else wanted)
+
+    def tree(kind: str, wanted: str, paths: Iterable[str]) -> dict[str, LeafPlan]:
         return {
             path: replace(
-                leaf,
-                dtype=stored_dtype(params[path].dtype, dtype),
-                zero_axes=_on_top(axes[kind], leaf),
-                reason=_reason(leaf, kind, _on_top(axes[kind], leaf), zero.stage),
+                placed[path],
+                dtype=dtype(path, wanted),
+                zero_axes=_on_top(axes[kind], placed[path]),
+                reason=_reason(placed[path], kind, _on_top(axes[kind], placed[path]), zero.stage),
             )
-            for path, leaf in placed.items()
+            for path in paths
         }
 
-    weights = tree("optimizer", precision.master or precision.params)
+    at_rest = tree("parameters", precision.params, params)
+    weights = tree("optimizer", precision.master or precision.params, trained)
     return Plan(
         axis_sizes=dict(axis_sizes),
         stage=zero.stage,
-        params=tree("parameters", precision.params),
-        gradients=tree("gradients", precision.accumulate if accumulating else precision.params),
+        params=at_rest,
+        compute={path: dtype(path, precision.compute) for path in params},
+        initial={**tree("optimizer", precision.params, params), **weights},
+        gradients=tree("gradients", precision.accumulate if accumulating else precision.params, trained),
         weights=weights,
-        master=weights if has_master(precision) else {},
-        optimizer=_plan_optimizer(optimizer, weights, axes["optimizer"], axis_sizes, zero),
+        master={path: leaf for path, leaf in weights.items() if leaf.dtype != at_rest[path].dtype},
+        optimizer=_plan_optimizer(optimizer, weights, axes["optimizer"], axis_sizes, zero, precision.moments),
+        ema={path: replace(leaf, dtype=widened(leaf.dtype)) for path, leaf in weights.items()} if ema else {},
         model_state={
             path: _unsplit(path, leaf.shape, leaf.dtype, "whole: model state, not a parameter")
             for path, leaf in (model_state or {}).items()
         },
+        loss_scale={
+            name: _unsplit(name, (), x.dtype, "whole: scalar")
+            for name, x in init_loss_scale(LossScaleConfig()).items()
+            if precision.compute == "float16"
+        },
     )
 
 
-def has_master(precision: PrecisionConfig) -> bool:
-    """Whether the optimizer works on a wider copy of the parameters, kept in its own tree."""
-    return precision.master is not None and precision.master != precision.params
+def trainable(paths: Collection[str], frozen: Sequence[str]) -> list[str]:
+    """The paths that no pattern freezes, in their order. Raises ConfigError where none is left."""
+    excluded = matching("train.frozen", frozen, paths)
+    if len(excluded) == len(paths):
+        raise ConfigError(f"train.frozen = {list(frozen)}: matches every parameter, so there is nothing to train.")
+    return [path for path in paths if path not in excluded]
 
 
 def zero_axes(zero: ZeroConfig, axis_sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -322,9 +356,10 @@ def _plan_optimizer(
     axes: tuple[str, ...],
     axis_sizes: Mapping[str, int],
     zero: ZeroConfig,
+    moments: str | None,
 ) -> Any:
     """LeafPlans in the structure of the optax state: a leaf under its parameter's path and of its shape follows the
-    parameter, any other array is placed by its own shape, scalars stay whole."""
+    parameter, any other array is placed by its own shape, scalars stay whole. moments: dtype of its float arrays."""
     abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in weights.items()}
 
     def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> LeafPlan:
@@ -334,7 +369,8 @@ def _plan_optimizer(
         if placed is None or placed.shape != leaf.shape:
             placed = _place("", leaf.shape, 0, (None,) * len(leaf.shape), axes, axis_sizes, zero)
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        return replace(placed, path=path, dtype=leaf.dtype, zero_axes=_on_top(axes, placed))
+        dtype = stored_dtype(leaf.dtype, moments) if moments and leaf.ndim else leaf.dtype
+        return replace(placed, path=path, dtype=dtype, zero_axes=_on_top(axes, placed))
 
     with jax.numpy_dtype_promotion("standard"):  # as optax relies on
         state = jax.eval_shape(optimizer.init, abstract)

@@ -48,9 +48,9 @@ def _notes(plan: Plan) -> list[Text]:
             "whole",
             [(leaf.path, leaf.reason.removeprefix("whole: "), _bytes(leaf)) for leaf in plan.whole_leaves().values()],
         )
-    # Of the weights the optimizer updates: the parameters' own reason may be that their stage keeps them whole.
+    # As first computed: the parameters' own reason may be that their stage keeps them whole.
     padded = [
-        (leaf.path, plan.weights[path].reason, _bytes(leaf) - math.prod(leaf.shape) * leaf.dtype.itemsize)
+        (leaf.path, plan.initial[path].reason, _bytes(leaf) - math.prod(leaf.shape) * leaf.dtype.itemsize)
         for path, leaf in plan.params.items()
         if leaf.padded
     ]

@@ -204,7 +204,7 @@ class Trainer:
                 self.console,
                 f"step {row['step']} skipped: {_non_finite(row)}",
             )
-        if progress.skipped_in_a_row >= limit:
+        if progress.skipped_in_a_row >= limit or row.get("loss_scale_exhausted"):
             raise NonFiniteError(self._non_finite_message(row))
 
     def _non_finite_message(self, row: Row) -> str:
@@ -212,22 +212,31 @@ class Trainer:
         progress, latest = self.progress, self.checkpointer.latest_step()
         saved = "none" if latest is None else self.directory.checkpoint(latest)
         finite = "none since this start" if progress.last_finite_loss is None else progress.last_finite_loss
+        limit = f"train.max_skipped_steps={self.config.train.max_skipped_steps}"
+        if row.get("loss_scale_exhausted"):
+            limit = f"loss_scale.minimum={self.config.loss_scale.minimum}: the scale is not to blame"
         return (
             f"step {row['step']} is the last of {progress.skipped_in_a_row} in a row whose loss or gradients are "
-            f"not finite (train.max_skipped_steps={self.config.train.max_skipped_steps}): {_non_finite(row)}.\n"
+            f"not finite ({limit}): {_non_finite(row)}.\n"
             f"Last finite loss: {finite}. Last good checkpoint: {saved}.\n"
             "Lower optimizer.learning_rate or optimizer.clip_norm and start it again, or look at the data from there "
             "on. Should that checkpoint have the fault in it, delete it to go on from the one before."
         )
 
     def _evaluate(self, writer: MetricWriter) -> None:
-        batches = self.data.validation_batches(self.config.train.eval_batches)
-        results = jax.device_get([self.engine.evaluate(batch) for batch in batches])
-        weight = sum(float(result["weight"]) for result in results)
-        total = sum(float(result["loss"]) * float(result["weight"]) for result in results)
         progress = self.progress
-        progress.eval_loss, progress.evaluated_at = total / weight, progress.step
-        writer.write({"step": progress.step, "eval_loss": progress.eval_loss})
+        row: Row = {"step": progress.step, "eval_loss": self._validation_loss(averaged=False)}
+        if self.engine.has_average:
+            row["averaged_eval_loss"] = self._validation_loss(averaged=True)
+        # The best checkpoint is the one whose averaged weights are best, where there are any.
+        progress.eval_loss, progress.evaluated_at = row.get("averaged_eval_loss", row["eval_loss"]), progress.step
+        writer.write(row)
+
+    def _validation_loss(self, *, averaged: bool) -> float:
+        batches = self.data.validation_batches(self.config.train.eval_batches)
+        results = jax.device_get([self.engine.evaluate(batch, averaged=averaged) for batch in batches])
+        weight = sum(float(result["weight"]) for result in results)
+        return sum(float(result["loss"]) * float(result["weight"]) for result in results) / weight
 
     def _save(self, writer: MetricWriter) -> None:
         writer.sync()  # the row of a step is on the disk before its checkpoint is
@@ -294,13 +303,23 @@ class Trainer:
             )
 
         prompt = tokenizer.encode(train.sample_prompt) if train.sample_prompt else [tokenizer.end_of_document]
-        tokens = self.engine.apply(continue_text, np.array([prompt], np.int32), jax.random.key(train.seed))
+        tokens = self.engine.apply(
+            continue_text,
+            np.array([prompt], np.int32),
+            jax.random.key(train.seed),
+            averaged=self.engine.has_average,
+        )
         return tokenizer.decode(np.asarray(tokens)[0])
 
 
 def _non_finite(row: Row) -> str:
-    leaf = row.get("non_finite_leaf")
-    return f"loss {row['loss']}" + (f", gradient of {leaf} not finite" if leaf else "")
+    leaf, scale = row.get("non_finite_leaf"), row.get("loss_scale")
+    parts = [
+        f"loss {row['loss']}",
+        f"gradient of {leaf} not finite" if leaf else "",
+        f"loss scale {scale:g}" if scale else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _due(step: int, every: int) -> bool:

@@ -622,9 +622,9 @@ PACKAGE = Path(jzero.__file__).parent
 ORDER = [
     *("errors", "paths", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
     *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
-    *("runtime", "mesh", "plan", "jaxprs", "optim"),
+    *("runtime", "mesh", "rounding", "loss_scale", "plan", "jaxprs", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
-    *("grads", "state", "step", "manifest", "checkpoint", "report", "engine"),
+    *("grads", "state", "step", "manifest", "checkpoint", "report", "blueprint", "engine"),
     *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),
     *("rundir", "metrics", "display", "signals"),
     *("models.rotary", "models.layers", "models.llama", "models.build", "models.generate", "models"),

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import jzero
+from jzero.blueprint import Blueprint, prepare
 from jzero.config import load_config
 from jzero.data import make_data
-from jzero.engine import Blueprint, Engine, prepare
+from jzero.engine import Engine
 from jzero.grads import make_grad_fn
 from jzero.models import build_model
 from jzero.plan import LeafPlan
@@ -159,7 +160,7 @@ def test_table_of_stages_is_what_lies_on_the_devices(precision, stage):
     batch = engine.place({"tokens": np.zeros((8, 17), np.int32)})
     state = engine.state
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention refuses bfloat16 under strict promotion
-        _, gradients, _ = jax.jit(grad_fn)(state.params, state.model_state, batch, jnp.int32(0))
+        _, gradients, _, _ = jax.jit(grad_fn)(state.params, state.model_state, batch, jnp.int32(0), None)
     trees = {"parameters": state.params, "gradients": gradients, "optimizer": (state.master, state.opt_state)}
     placed = {name: bytes_on_a_device(tree) for name, tree in trees.items()}
     assert table_row(precision, stage, placed, engine.num_parameters) in README

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from jzero.config.batch import batch_fault
-from jzero.config.section import Count, Fault, Flag, Section, Size, Text, XlaFlag, shown
+from jzero.config.section import Count, Decay, Fault, Flag, Section, Size, Text, XlaFlag, shown
 
 HOST_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -24,6 +24,8 @@ class TrainConfig(Section):
     micro_batch_size: Size | None = None  # rows a device and micro-batch; null: from the other two
     accumulation_steps: Size | None = None  # micro-batches an update; null: from the other two
     seed: Annotated[Count, Field(lt=2**32)] = 0  # of weights, data order and dropout
+    frozen: tuple[Text, ...] = ()  # parameters that are not trained; path patterns, such as [embed_tokens/*]
+    ema_decay: Decay | None = None  # of the moving average of the weights; null: none is kept
     run_dir: Text = "runs/default"  # where config, metrics and checkpoints go
     eval_every: Count = 100  # steps between evaluations; 0: only at the end
     eval_batches: Size = 8  # batches an evaluation
