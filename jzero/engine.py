@@ -19,10 +19,12 @@ from jzero.config import Config
 from jzero.errors import ConfigError, DataError, UserError
 from jzero.grads import Loss, bind_params
 from jzero.loss_scale import init_loss_scale
+from jzero.manifest import ArrayEntry
 from jzero.mesh import Device
 from jzero.report import plan_report
-from jzero.state import TrainState, assert_placement, from_named, init_state, named, plan_tree, shardings
+from jzero.state import TrainState, assert_placement, from_named, init_state, init_values, named, plan_tree, shardings
 from jzero.step import Metrics
+from jzero.warm_start import MODEL_STATE, Choice, WarmStart, choose, conversions, convert
 
 
 def initialize(
@@ -53,15 +55,7 @@ class Engine:
         self._train_steps: dict[int, Any] = {}
         self._eval_steps: dict[tuple[int, bool], Any] = {}
         self._applied: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
-        self.state = init_state(
-            blueprint.model,
-            blueprint.optimizer,
-            self.plan,
-            self.mesh,
-            self.config.train.seed,
-            init_loss_scale(self.config.loss_scale),
-        )
-        assert_placement(self.state, self.plan, self.mesh)
+        self._start(*init_values(blueprint.model, self.plan, self.mesh, self.config.train.seed))
 
     @property
     def num_parameters(self) -> int:
@@ -180,6 +174,35 @@ class Engine:
             restored = checkpointer.restore(self.targets(), step)
         self.load(restored.arrays)
         return restored.record
+
+    def load_weights(
+        self, directory: str | Path, step: int | None = None, *, averaged: bool = False, skip: Sequence[str] = ()
+    ) -> WarmStart:
+        """Start anew from the weights and the model state in a checkpoint (the newest complete one, or that of a step)
+        of any stage, device count, optimizer and precision. Optimizer state and counters are as at a start.
+
+        averaged: take its moving average. skip: path patterns of what shall stay as it is here, and of what is to be
+        left there. Raises CheckpointError, listing what does not fit otherwise.
+        """
+        choices: list[Choice] = []
+
+        def choose_here(where: str, entries: Mapping[str, ArrayEntry]) -> Mapping[str, ArrayTarget]:
+            choices.append(choose(where, entries, self.plan, self.mesh, averaged=averaged, skip=skip))
+            return choices[-1].targets
+
+        with self._checkpointer(directory) as checkpointer:
+            restored = checkpointer.read(choose_here, step)
+        state, choice = self._live_state, choices[-1]
+        read = convert(choice, restored.arrays, self.plan, self.mesh)
+        values = {path: read.get(path, state.master.get(path, x)) for path, x in state.params.items()}
+        model_state = {path: read.get(f"{MODEL_STATE}{path}", x) for path, x in state.model_state.items()}
+        self._start(values, model_state)
+        return WarmStart(restored.step, choice.kept, conversions(choice, self.plan, self.mesh))
+
+    def _start(self, values: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
+        optimizer, loss_scale = self._blueprint.optimizer, init_loss_scale(self.config.loss_scale)
+        self.state = init_state(values, model_state, optimizer, self.plan, self.mesh, loss_scale)
+        assert_placement(self.state, self.plan, self.mesh)
 
     def _assert_average(self, averaged: bool) -> None:
         if averaged and not self.has_average:

@@ -64,17 +64,9 @@ def shardings(plan: Plan, mesh: Mesh) -> TrainState:
     return map_leaves(lambda leaf: NamedSharding(mesh, leaf.spec), plan_tree(plan))
 
 
-def init_state(
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    plan: Plan,
-    mesh: Mesh,
-    seed: int,
-    loss_scale: Mapping[str, Any],
-) -> TrainState:
-    """The state of a seed, made in place: each device computes its own shards; values do not depend on placement.
-    loss_scale: its scalars to start from; taken where the plan has them."""
-    placement = shardings(plan, mesh)
+def init_values(model: Model, plan: Plan, mesh: Mesh, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights of a seed, or those that the user brought, and the model state; made in place: each device computes
+    its own shards, and values do not depend on placement. By path, in the dtypes of plan.initial."""
     sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.initial.items()}
 
     def create(key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -84,6 +76,29 @@ def init_state(
         # fewer devices they would be computed across the shards' borders, in other roundings (measured).
         return jax.lax.with_sharding_constraint(padded, sharded), model_state
 
+    out = (weight_shardings(plan, mesh), shardings(plan, mesh).model_state)
+    given = model.given(seed)
+    if given is None:
+        return jax.jit(create, out_shardings=out)(jax.random.key(seed))
+    params, state = given
+    host = {path: leaf.pad(params[path].astype(leaf.dtype)) for path, leaf in plan.initial.items()}
+    # device_put may alias host memory, and the state is donated to every step: copy.
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=out)
+    return copy(jax.device_put((host, state), out))
+
+
+def init_state(
+    values: Mapping[str, Any],
+    model_state: Mapping[str, Any],
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    mesh: Mesh,
+    loss_scale: Mapping[str, Any],
+) -> TrainState:
+    """The state before the first step, of what `init_values` returns; it takes the arrays over. loss_scale: its scalars
+    to start from; taken where the plan has them."""
+    placement = shardings(plan, mesh)
+
     def finish(values: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         params = {path: values[path].astype(plan.params[path].dtype) for path in plan.master}
         wide = {path: leaf.cut(values[path]).astype(widened(leaf.dtype)) for path, leaf in plan.weights.items()}
@@ -91,35 +106,30 @@ def init_state(
             opt_state = optimizer.init(wide)
         # A copy: jit hands back what it was given, and no buffer may be donated twice.
         ema = {path: jnp.copy(values[path]).astype(leaf.dtype) for path, leaf in plan.ema.items()}
-        return params, store(plan.optimizer, opt_state), ema
+        return params, _store(plan.optimizer, opt_state), ema
 
-    at_rest = {path: placement.master.get(path, placement.params[path]) for path in plan.params}
-    out = (at_rest, placement.model_state)
-    given = model.given(seed)
-    if given is None:
-        values, model_state = jax.jit(create, out_shardings=out)(jax.random.key(seed))
-    else:
-        params, state = given
-        host = {path: leaf.pad(params[path].astype(leaf.dtype)) for path, leaf in plan.initial.items()}
-        # device_put may alias host memory, and the state is donated to every step: copy.
-        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=out)
-        values, model_state = copy(jax.device_put((host, state), out))
     narrow = {path: placement.params[path] for path in plan.master}
-    params, opt_state, ema = jax.jit(finish, out_shardings=(narrow, placement.opt_state, placement.ema))(values)
+    finish_all = jax.jit(finish, out_shardings=(narrow, placement.opt_state, placement.ema))
+    params, opt_state, ema = finish_all(dict(values))
     return TrainState(
         step=_counter(placement),
         params={path: params.get(path, values[path]) for path in plan.params},
         master={path: values[path] for path in plan.master},
         opt_state=opt_state,
         ema=ema,
-        model_state=model_state,
+        model_state=dict(model_state),
         skipped=_counter(placement),
         skipped_in_a_row=_counter(placement),
         loss_scale={name: jax.device_put(loss_scale[name], place) for name, place in placement.loss_scale.items()},
     )
 
 
-def store(plans: Any, tree: Any) -> Any:
+def weight_shardings(plan: Plan, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Where the values of `init_values` lie: those of the optimizer's own copies as these, the others at rest."""
+    return {path: NamedSharding(mesh, plan.master.get(path, leaf).spec) for path, leaf in plan.params.items()}
+
+
+def _store(plans: Any, tree: Any) -> Any:
     """Arrays in true shapes as they are kept: padded, in the planned dtype."""
     return map_leaves(lambda leaf, x: leaf.pad(x if x.dtype == leaf.dtype else x.astype(leaf.dtype)), plans, tree)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,9 +21,9 @@ from jzero.config import Config, plan_batch
 from jzero.data import Data, make_data
 from jzero.display import console_sink, say, summary_table
 from jzero.engine import Engine, initialize
-from jzero.errors import CheckpointError, NonFiniteError
+from jzero.errors import CheckpointError, NonFiniteError, UserError
 from jzero.loss import WeightedLoss, cross_entropy
-from jzero.manifest import clear_leftovers
+from jzero.manifest import clear_leftovers, listing
 from jzero.mesh import make_mesh
 from jzero.metrics import JsonlSink, MetricWriter, Row, Sink, TensorBoardSink, Throughput, set_aside
 from jzero.models import build_model, generate
@@ -68,6 +69,8 @@ def _run(config: Config, console: Console, directory: RunDirectory) -> int:
         trainer = Trainer(config, console, directory, checkpointer, data, engine, batch.global_batch_size)
         if latest is not None:
             trainer.restore()
+        elif config.checkpoint.start_from is not None:
+            trainer.take_weights(config.checkpoint.start_from)
         return trainer.run()
 
 
@@ -129,6 +132,22 @@ class Trainer:
                 f"train.num_steps was {before}, is {num_steps}: the learning rate's schedule now ends there; "
                 f"optimizer.decay_steps={before} keeps the old one",
             )
+
+    def take_weights(self, run_dir: str) -> None:
+        """Starts from the newest weights of another run."""
+        settings, source = self.config.checkpoint, RunDirectory(Path(run_dir).expanduser().absolute())
+        try:
+            taken = self.engine.load_weights(
+                source.checkpoints, averaged=settings.start_averaged, skip=settings.start_skip
+            )
+        except UserError as error:
+            raise type(error)(f"checkpoint.start_from={run_dir!r}: {error} (skip: checkpoint.start_skip)") from error
+        say(self.console, f"starting from the weights of {source.checkpoint(taken.step)}")
+        if taken.kept:
+            say(self.console, f"as the seed makes them: {', '.join(taken.kept)}")
+        for before, after in sorted(set(taken.converted.values())):
+            paths = [path for path, pair in taken.converted.items() if pair == (before, after)]
+            say(self.console, f"{before} there, {after} here: {listing(paths)}")
 
     def run(self) -> int:
         """Trains to the last step or a signal and saves; returns the exit code."""

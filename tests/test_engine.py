@@ -225,7 +225,7 @@ def test_configs_that_cannot_work_are_refused_before_the_model_is_built(config, 
     ids=["not called", "lbfgs", "lookahead", "learning rate", "name"],
 )
 def test_optimizers_that_cannot_work_are_refused_before_anything_is_placed(optimizer, config, message, monkeypatch):
-    monkeypatch.setattr(engine_module, "init_state", pytest.fail)
+    monkeypatch.setattr(engine_module, "init_values", pytest.fail)
     with pytest.raises(jzero.UserError, match=message):
         jzero.initialize(toys.mlp, toys.square_loss, optimizer, config)
 
@@ -624,7 +624,7 @@ ORDER = [
     *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
     *("runtime", "mesh", "rounding", "loss_scale", "plan", "jaxprs", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
-    *("grads", "state", "step", "manifest", "checkpoint", "report", "blueprint", "engine"),
+    *("grads", "state", "step", "manifest", "checkpoint", "report", "blueprint", "warm_start", "engine"),
     *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),
     *("rundir", "metrics", "display", "signals"),
     *("models.rotary", "models.layers", "models.llama", "models.build", "models.generate", "models"),

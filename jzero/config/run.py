@@ -60,6 +60,18 @@ class CheckpointConfig(Section):
     keep_best: Count = 1  # checkpoints kept for the lowest evaluation loss; 0: none
     resume: Literal["auto", "never", "must"] = "auto"  # go on from the newest checkpoint in run_dir
     asynchronous: Flag = True  # write while training goes on
+    start_from: Text | None = None  # a run directory, whose newest weights a new run starts from; null: from the seed
+    start_averaged: Flag = False  # start_from: take its moving average (train.ema_decay)
+    start_skip: tuple[Text, ...] = ()  # start_from: path patterns of weights not to take
+
+    def conflicts(self) -> Iterator[Fault]:
+        for name in ("start_averaged", "start_skip"):
+            if self.start_from is None and (value := getattr(self, name)):
+                yield Fault(
+                    (f"checkpoint.{name}", "checkpoint.start_from"),
+                    f"checkpoint.{name} = {shown(value)}: says how to use checkpoint.start_from, which is null; "
+                    "name a run directory there, or drop it",
+                )
 
 
 class RuntimeConfig(Section):
