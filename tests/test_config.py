@@ -255,10 +255,10 @@ def test_an_unknown_key_is_refused_with_its_nearest_relative(tree, told):
         ("zero.stage=yes", "zero.stage = true: "),
         ("log.tensorboard='true'", 'log.tensorboard = "true": must be true or false; remove the quotes'),
         ("log.tensorboard=1", "log.tensorboard = 1: must be true or false"),
-        ("precision.params=no", "must be 'float32' or 'bfloat16'; YAML reads a bare yes, no, on or off"),
-        ("precision.params=float16", "precision.params = \"float16\": must be 'float32' or 'bfloat16'"),
-        ("precision.params=null", "precision.params = null: must be 'float32' or 'bfloat16'"),
-        ("precision=bf17", "precision.preset = \"bf17\": must be 'fp32' or 'bf16'; did you mean bf16?"),
+        ("precision.params=no", "must be 'float32', 'bfloat16' or 'float16'; YAML reads a bare yes, no, on or off"),
+        ("precision.accumulate=float16", "precision.accumulate = \"float16\": must be 'float32' or 'bfloat16'"),
+        ("precision.params=null", "precision.params = null: must be 'float32', 'bfloat16' or 'float16'"),
+        ("precision=bf17", "precision.preset = \"bf17\": must be 'fp32', 'bf16' or 'fp16'; did you mean bf16?"),
         ("train.run_dir=2024", "train.run_dir = 2024: must be text; put it in quotes"),
         ("data.paths=a.txt", 'data.paths = "a.txt": must be a list, such as [a, b]'),
         ("data.paths=[a, 3]", "data.paths[1] = 3: must be text"),
@@ -280,7 +280,7 @@ def test_a_wrong_value_is_told_with_path_value_and_remedy(override, told):
 def test_auto_reaches_no_arithmetic(section):
     """L03: 'auto' is a value where the field says so, else refused at load with the key's path."""
     for field, info in subsections(Config)[section].model_fields.items():
-        if info.default == "auto" or field in ("run_dir", "sample_prompt", "cache_dir"):
+        if info.default == "auto" or field in ("run_dir", "sample_prompt", "cache_dir", "start_from"):
             continue  # auto is a choice here, or text like any other
         lines = faults(make_config, {section: {field: "auto"}})
         assert any(line.startswith(f'{section}.{field} = "auto": must be') for line in lines)
@@ -505,6 +505,8 @@ def test_a_config_cannot_change_and_can_be_a_key():
         ("bf16", "bfloat16", "bfloat16", "float32"),
         ({}, "float32", "float32", None),
         ({"preset": "bf16", "master": None}, "bfloat16", "bfloat16", None),
+        ("fp16", "float16", "float16", "float32"),
+        ({"params": "float16"}, "float16", "float32", "float32"),
         ({"compute": "bfloat16"}, "float32", "bfloat16", None),
         ({"params": "bfloat16", "master": "float32"}, "bfloat16", "float32", "float32"),
         # Updates of bfloat16 parameters are lost without a master: only the word null asks for that.

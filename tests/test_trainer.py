@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from jzero.config import Config, load_config, make_config
 from jzero.data import make_data
 from jzero.engine import Engine
 from jzero.errors import CheckpointError, ConfigError, MeshError, NonFiniteError
+from jzero.loss import WeightedLoss
 from jzero.manifest import complete_steps
 from jzero.metrics import Row
 from jzero.rundir import find_differences, find_start, locked, open_run_directory, write_config
@@ -313,6 +315,9 @@ def test_a_run_goes_on_with_another_learning_rate_and_says_so(copy_of_straight):
         {"train": {"seed": 1}},
         {"optimizer": {"b1": 0.8, "warmup_steps": 2}},
         {"precision": {"preset": "bf16"}},
+        {"train": {"frozen": ("norm/*",)}},
+        {"train": {"ema_decay": 0.9}},
+        {"checkpoint": {"start_from": "elsewhere"}},
     ],
 )
 def test_what_makes_another_run(tmp_path, section):
@@ -320,7 +325,8 @@ def test_what_makes_another_run(tmp_path, section):
     field, value = next(iter(fields.items()))
     before, after = tiny(tmp_path / "run"), tiny(tmp_path / "run", **section)
     differences = find_differences(before, after)
-    old = getattr(getattr(before, name), field)
+    old = before.model_dump(mode="json")[name][field]
+    value = list(value) if isinstance(value, tuple) else value
     if name != "precision":  # its preset is spelt out
         assert differences == [f"{name}.{field}: {old!r} in the directory, {value!r} now"]
     else:
@@ -464,7 +470,10 @@ class ScriptedEngine:
             "non_finite_leaf": jnp.int32(0 if skip else -1),
         }
 
-    def evaluate(self, batch):
+    has_average = False
+
+    def evaluate(self, batch, averaged):
+        assert not averaged
         rows = batch["tokens"]
         return {"loss": jnp.float32(rows.mean()), "weight": jnp.float32(rows.size)}
 
@@ -575,6 +584,82 @@ def test_skipping_that_does_not_end_ends_the_run(tmp_path):
     assert len(steps) >= 7
     assert "step 3 skipped" in out.getvalue()
     assert caught.value.exit_code == 1
+
+
+def test_a_loss_that_no_scale_mends_ends_a_float16_run(tmp_path, monkeypatch):
+    """Fault D06: a real NaN halves the scale down to its floor; the run stops there and says what is to blame."""
+    honest = trainer_module.language_model_loss
+
+    def broken(model, batch):
+        loss = honest(model, batch)
+        return WeightedLoss(loss.total * jnp.where((model.norm.scale[...] == 1).all(), 1.0, jnp.nan), loss.weight)
+
+    monkeypatch.setattr(trainer_module, "language_model_loss", broken)
+    config = tiny(
+        tmp_path / "run",
+        precision={"preset": "fp16", "keep_float32": ["norm/*"]},
+        loss_scale={"initial": 4, "hysteresis": 1},
+        train={"num_steps": 20, "eval_every": 0},
+        optimizer={"warmup_steps": 0},
+    )
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(NonFiniteError) as caught:
+        train(config)
+    rows = train_rows(tmp_path / "run")
+    assert [row["skipped"] for row in rows][:4] == [0, 1, 2, 3]
+    assert [row["loss_scale"] for row in rows][:4] == [4, 4, 2, 1]
+    message = str(caught.value)
+    assert "step 4 is the last of 3 in a row" in message
+    assert "(loss_scale.minimum=1.0: the scale is not to blame): loss nan" in message
+    assert f"Last finite loss: {rows[0]['loss']}" in message
+
+
+# averages and other runs' weights
+
+
+def test_averaged_weights_are_evaluated_beside_those_in_training(tmp_path):
+    code, _ = train(tiny(tmp_path / "run", train={"ema_decay": 0.5}))
+    assert code == 0
+    rows = [row for row in read_rows(tmp_path / "run") if "eval_loss" in row]
+    assert [row["step"] for row in rows] == [3, 6]
+    assert all(row["averaged_eval_loss"] != row["eval_loss"] for row in rows)
+    kept = complete_steps(tmp_path / "run" / "checkpoints")
+    assert kept[6].eval_loss == rows[-1]["averaged_eval_loss"]
+
+
+def test_a_run_starts_from_the_weights_of_another(straight, tmp_path):
+    """At another stage, with another optimizer; a rate of zero leaves them as they are."""
+    fields = {"name": "sgd", "learning_rate": 0.0, "warmup_steps": 0}
+    start = {"start_from": str(straight[0])}
+    config = tiny(tmp_path / "run", optimizer=fields, zero={"stage": 1}, train={"num_steps": 2}, checkpoint=start)
+    code, output = train(config)
+    assert code == 0
+    assert f"starting from the weights of {straight[0]}/checkpoints/6" in output
+    last = [row["eval_loss"] for run in (straight[0], tmp_path / "run") for row in read_rows(run)[-1:]]
+    assert last[1] == pytest.approx(last[0], rel=1e-6)
+    code, output = train(tiny(tmp_path / "run", optimizer=fields, train={"num_steps": 3}, checkpoint=start))
+    assert "starting from" not in output
+    assert "going on from" in output
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"start_from": "nowhere"}, CheckpointError, r"checkpoint\.start_from='nowhere'.*nowhere/checkpoints"),
+        ({"start_skip": ["a"]}, ConfigError, r"checkpoint\.start_skip = .*start_from, which is null"),
+        ({"start_averaged": True}, ConfigError, r"checkpoint\.start_averaged = true.*start_from, which is null"),
+    ],
+)
+def test_what_cannot_be_started_from_is_refused(fields, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        train(tiny(tmp_path / "run", checkpoint=fields))
+
+
+def test_weights_of_another_model_are_refused_unless_named(straight, tmp_path):
+    config = tiny(tmp_path / "run", model={"num_hidden_layers": 3}, checkpoint={"start_from": str(straight[0])})
+    with pytest.raises(CheckpointError, match=r"checkpoint\.start_from=.*does not fit") as caught:
+        train(config)
+    assert "of another shape" in str(caught.value)
+    assert "(skip: checkpoint.start_skip)" in str(caught.value)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

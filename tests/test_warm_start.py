@@ -72,10 +72,6 @@ def test_weights_and_statistics_come_the_rest_starts_anew(saved, averaged, stage
     for name in ("step", "skipped", "opt_state/0/trace/head/kernel"):
         np.testing.assert_array_equal(engine.arrays()[name], fresh[name])
     engine.step(toys.square_batch(ROWS, 9))
-    if not averaged:
-        assert (
-            before.evaluate(toys.square_batch(ROWS, 8))["loss"] != engine.evaluate(toys.square_batch(ROWS, 8))["loss"]
-        )
 
 
 def test_the_widest_copy_is_taken_and_a_narrower_one_said(tmp_path):
