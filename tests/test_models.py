@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -260,75 +261,24 @@ def test_a_token_changes_no_logits_before_it(scan_layers):
     assert (difference[5:] > 1e-3).all()
 
 
-REAL_SIZES = {
-    "GPT-2 small": (
-        124_439_808,
-        50257,
-        {
-            "family": "gpt2",
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "max_position_embeddings": 1024,
-        },
-    ),
-    "Qwen3 0.6B": (
-        596_049_920,
-        151936,
-        {
-            "family": "qwen",
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Qwen2 0.5B": (
-        494_032_768,
-        151936,
-        {
-            **QWEN2,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Mistral 7B": (
-        7_241_732_096,
-        32000,
-        {
-            "family": "mistral",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-    ),
-    "Llama 3.2 1B": (
-        1_235_814_400,
-        128256,
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": True,
-        },
-    ),
-}
+QWEN2_HALF_B = ["use_qk_norm=false", "attention_bias=true", "hidden_size=896", "intermediate_size=4864"]
+QWEN2_HALF_B += ["num_hidden_layers=24", "num_attention_heads=14", "num_key_value_heads=2", "head_dim=64"]
 
 
-@pytest.mark.parametrize(("count", "vocab_size", "fields"), REAL_SIZES.values(), ids=REAL_SIZES)
-def test_models_of_known_sizes_have_their_known_number_of_parameters(count, vocab_size, fields):
-    build = build_model(ModelConfig(**fields), vocab_size)
+@pytest.mark.parametrize(
+    ("config", "overrides", "vocab_size", "count"),
+    [
+        ("gpt2", [], 50257, 124_439_808),
+        ("qwen3", [], 151936, 596_049_920),
+        ("qwen3", QWEN2_HALF_B, 151936, 494_032_768),
+        ("mistral", [], 32000, 7_241_732_096),
+        ("llama_1b", [], 128256, 1_235_814_400),
+    ],
+    ids=["GPT-2 small", "Qwen3 0.6B", "Qwen2 0.5B", "Mistral 7B", "Llama 3.2 1B"],
+)
+def test_models_of_known_sizes_have_their_known_number_of_parameters(config, overrides, vocab_size, count):
+    path = Path(__file__).parent.parent / "configs" / f"{config}.yaml"
+    build = build_model(load_config(path, [f"model.{field}" for field in overrides]).model, vocab_size)
     params = get_params(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
     assert sum(p.size for p in params.values()) == count
 
