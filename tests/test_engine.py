@@ -627,7 +627,7 @@ ORDER = [
     *("grads", "state", "step", "manifest", "checkpoint", "report", "blueprint", "warm_start", "engine"),
     *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),
     *("rundir", "metrics", "display", "signals"),
-    *("models.rotary", "models.layers", "models.llama", "models.build", "models.generate", "models"),
+    *("models.rotary", "models.layers", "models.decoder", "models.build", "models.generate", "models"),
     *("trainer", "train", "bench"),
 ]
 HOMES = {
