@@ -1,0 +1,70 @@
+"""What a step's gradient looks like: a norm for each group of parameters, and a histogram of magnitudes.
+
+The gradient lies sharded and padded as stored; nothing here gathers it.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import jax
+import jax.numpy as jnp
+
+from jzero.errors import ConfigError
+from jzero.plan import LeafPlan
+
+_LOWEST, _HIGHEST = -40, 8  # powers of two: float32 gradients of averaged losses seldom leave them
+
+# log2 of the magnitudes between which a bin of `grad_histogram` counts. The first bin holds exact zeros, the second
+# also all that is smaller, the last also all that is larger or not finite.
+HISTOGRAM_EDGES: tuple[int, ...] = tuple(range(_LOWEST - 1, _HIGHEST + 1))
+
+
+def norm_groups(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The parameters that each pattern of `log.grad_norms` takes together ("*" matches "/" too).
+
+    Raises ConfigError, with the nearest paths, for a pattern that matches none.
+    """
+    paths = list(paths)
+    groups = {pattern: tuple(path for path in paths if fnmatchcase(path, pattern)) for pattern in patterns}
+    for pattern, matched in groups.items():
+        if not matched:
+            near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.2) or paths[:3]
+            raise ConfigError(
+                f"log.grad_norms = {pattern}: matches none of {len(paths)} parameters; near it are {', '.join(near)}"
+            )
+    return groups
+
+
+def gradient_stats(
+    gradients: Mapping[str, jax.Array],
+    leaves: Mapping[str, LeafPlan],
+    groups: Mapping[str, Sequence[str]],
+    histogram: bool,
+) -> dict[str, jax.Array]:
+    """`grad_norm/<pattern>`, float32, for each group; `grad_histogram`, float32 [bins], where asked for: how many
+    elements of the true shapes have a magnitude between two of HISTOGRAM_EDGES.
+
+    gradients: mean gradients by path in their stored shapes, zeros where padded.
+    """
+    squares = {path: jnp.sum(jnp.square(gradients[path].astype(jnp.float32))) for path in set().union(*groups.values())}
+    stats = {
+        f"grad_norm/{pattern}": jnp.sqrt(sum(squares[path] for path in paths)) for pattern, paths in groups.items()
+    }
+    if histogram:
+        counts = sum((_magnitudes(gradient) for gradient in gradients.values()), jnp.zeros(()))
+        padding = sum(math.prod(leaves[path].stored_shape) - math.prod(leaves[path].shape) for path in gradients)
+        stats["grad_histogram"] = counts.at[0].add(-float(padding))
+    return stats
+
+
+def _magnitudes(gradient: jax.Array) -> jax.Array:
+    """Elements in each bin, padding among the zeros; float32 [bins]."""
+    gradient = jnp.atleast_1d(gradient.astype(jnp.float32))
+    exponent = (jax.lax.bitcast_convert_type(gradient, jnp.int32) >> 23 & 255) - 127  # floor of log2
+    index = jnp.where(gradient == 0, 0, jnp.clip(exponent, _LOWEST, _HIGHEST - 1) - _LOWEST + 1)
+    bins = jnp.arange(len(HISTOGRAM_EDGES) - 1)
+    # Whole numbers along one dimension, which never overflow; float32 from there on, which loses none below 2^24.
+    row_counts = jnp.sum(index[..., None] == bins, axis=-2, dtype=jnp.int32)
+    return jnp.sum(row_counts.astype(jnp.float32), axis=tuple(range(row_counts.ndim - 1)))
