@@ -11,6 +11,7 @@ import select
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +22,17 @@ from rich.console import Console
 from jzero.adapt import adapt
 from jzero.config import make_config
 from jzero.display import LineSink, ProgressSink, console_sink, summary_table
-from jzero.errors import DataError
+from jzero.errors import ConfigError, DataError
+from jzero.gradstats import HISTOGRAM_EDGES
 from jzero.metrics.csv_file import CsvSink
 from jzero.metrics.flops import peak_flops, tokens_at_peak
 from jzero.metrics.jsonl import JsonlSink
 from jzero.metrics.memory import memory_in_use
+from jzero.metrics.profiler import ProfilerWindow
 from jzero.metrics.row_files import set_aside, take_back
 from jzero.metrics.tensorboard import TensorBoardSink
 from jzero.metrics.throughput import Throughput
+from jzero.metrics.weights_and_biases import WandbSink
 from jzero.metrics.writer import MetricWriter
 from jzero.models import build_model
 from jzero.plan import make_plan
@@ -395,6 +399,10 @@ def tensorboard_events(directory):
     """(tag, step, value) of each scalar, ("START", step, None) of each mark that hides what is there from
     step on.
     """
+    return ((tag, step, value and value.simple_value) for tag, step, value in tensorboard_values(directory))
+
+
+def tensorboard_values(directory):
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(directory.iterdir()):
@@ -406,7 +414,7 @@ def tensorboard_events(directory):
             if event.HasField("session_log"):
                 yield "START", event.step, None
             for value in event.summary.value:
-                yield value.tag, event.step, value.simple_value
+                yield value.tag, event.step, value
 
 
 def test_tensorboard_has_every_number_and_hides_what_a_resumed_run_repeats(tmp_path):
@@ -435,9 +443,156 @@ def test_tensorboard_takes_non_finite_numbers_without_a_word(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_importing_metrics_does_not_import_tensorboard():
-    check = "import sys, jzero.metrics; sys.exit('tensorboardX' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+def test_nothing_heavy_is_imported_for_those_who_do_not_ask_for_it():
+    check = """
+import sys
+import jzero.metrics.__main__
+print({"jax", "matplotlib"} & set(sys.modules))
+import jzero.trainer
+print({"tensorboardX", "wandb", "matplotlib"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\nset()\n"
+
+
+def test_tensorboard_shows_a_histogram_as_one(tmp_path):
+    counts = [0.0] * (len(HISTOGRAM_EDGES) - 1)
+    counts[0], counts[5] = 3.0, 7.0
+    sink = TensorBoardSink(tmp_path)
+    sink.write(row(1, grad_histogram=counts))
+    sink.close()
+    (histogram,) = [value.histo for _, _, value in tensorboard_values(tmp_path) if value and value.HasField("histo")]
+    assert (list(histogram.bucket), list(histogram.bucket_limit)) == (counts, list(HISTOGRAM_EDGES[1:]))
+    assert (histogram.num, histogram.min, histogram.max) == (10, HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[5 + 1])
+
+
+# Weights & Biases
+
+
+@pytest.fixture
+def wandb_offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    return pytest.importorskip("wandb", reason="needs the extra wandb")
+
+
+def wandb_records(run_dir):
+    """(kind, content) of each record in the files that wait for `wandb sync`, oldest file first.
+
+    A log of LevelDB's kind: blocks of 32 KiB, each piece behind a checksum, its length and whether more follows.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+        data, position, record = path.read_bytes(), 7, b""
+        while position + 7 <= len(data):
+            if (rest := 32768 - position % 32768) < 7:
+                position += rest
+                continue
+            _, length, piece = struct.unpack("<IHB", data[position : position + 7])
+            record += data[position + 7 : position + 7 + length]
+            position += 7 + length
+            if piece in (1, 4):  # whole, or the last piece
+                parsed = Record.FromString(record)
+                kind = parsed.WhichOneof("record_type")
+                yield kind, getattr(parsed, kind)
+                record = b""
+
+
+def test_a_resumed_run_goes_on_in_its_run_at_wandb(tmp_path, wandb_offline):
+    counts = [1.0] * (len(HISTOGRAM_EDGES) - 1)
+    for start, steps in ((0, (1, 2)), (2, (3,))):
+        sink = WandbSink("team/project", tmp_path, {"zero": {"stage": 3}}, start)
+        for step in steps:
+            sink.write(row(step, loss=step / 3, tokens_per_second=None, grad_histogram=counts))
+        sink.write({"step": steps[-1], "eval_loss": 0.5})
+        sink.close()
+    records = list(wandb_records(tmp_path))
+    runs = [content for kind, content in records if kind == "run"]
+    assert len({run.run_id for run in runs}) == 1
+    assert {(run.entity, run.project) for run in runs} == {("team", "project")}
+    assert json.loads(next(item.value_json for item in runs[0].config.update if item.key == "zero")) == {"stage": 3}
+    rows = [
+        {".".join([item.key, *item.nested_key]).strip("."): json.loads(item.value_json) for item in content.item}
+        for kind, content in records
+        if kind == "history"
+    ]
+    assert [(r["_step"], r["loss"], r.get("eval_loss")) for r in rows] == [
+        (1, 1 / 3, None),
+        (2, 2 / 3, 0.5),
+        (3, 1.0, 0.5),
+    ]
+    assert rows[0]["grad_histogram.bins"] == list(HISTOGRAM_EDGES)
+    assert "tokens_per_second" not in rows[0]
+    before = (tmp_path / "wandb" / "run_id").read_text()
+    assert before == runs[0].run_id
+    WandbSink("project", tmp_path, {}).close()  # starts anew
+    assert (tmp_path / "wandb" / "run_id").read_text() != before
+
+
+def test_wandb_failing_under_way_is_one_warning(tmp_path, wandb_offline, monkeypatch, caplog):
+    def fail(*args, **more):
+        raise ConnectionResetError("Connection lost")
+
+    logged = []
+    log = lambda values, step: fail() if step == 5 else logged.append(step)
+    run = SimpleNamespace(id="some", starting_step=3, log=log, finish=fail)  # it has steps 1 and 2 from before
+    monkeypatch.setattr(wandb_offline, "init", lambda **more: run)
+    sink = WandbSink("project", tmp_path, {})
+    for step in range(1, 8):
+        sink.write(row(step))
+    sink.close()
+    assert logged == [3, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        "W&B takes no more rows (Connection lost); the run goes on, metrics.jsonl has them all"
+    ]
+
+
+def test_wandb_that_cannot_start_is_told_with_the_way_out(tmp_path, wandb_offline, monkeypatch):
+    def refuse(**more):
+        raise wandb_offline.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb_offline, "init", refuse)
+    with pytest.raises(ConfigError, match=r"log\.wandb = mine: .*No API key configured.*WANDB_MODE=offline"):
+        WandbSink("mine", tmp_path, {})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"log\.wandb = mine: needs the package wandb, .* pip install wandb"):
+        WandbSink("mine", tmp_path, {})
+
+
+# the profiler
+
+
+@pytest.mark.parametrize(
+    ("steps", "start", "traced"),
+    [
+        (range(0), 0, []),
+        (range(2, 4), 0, [2, 3]),
+        (range(2, 4), 2, [3]),
+        (range(2, 4), 3, []),
+        (range(4, 9), 0, [4, 5]),
+    ],
+)
+def test_the_profiler_traces_its_steps_and_no_others(tmp_path, monkeypatch, steps, start, traced):
+    """Also of a run that starts or ends within them."""
+    seen, tracing = [], []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: tracing.append(directory))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: tracing.remove(tmp_path))
+    window = ProfilerWindow(tmp_path, steps)
+    for step in range(start + 1, 6):
+        window.step_begins(step)
+        seen += [step] * len(tracing)
+        window.step_ends(step, jnp.ones(()))
+    window.close()
+    assert (seen, tracing) == (traced, [])
+
+
+def test_a_trace_is_on_file(tmp_path):
+    window = ProfilerWindow(tmp_path / "profile", range(1, 2))
+    window.step_begins(1)
+    window.step_ends(1, jax.jit(lambda x: x + 1)(jnp.ones(8)))
+    (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000
 
 
 # the console

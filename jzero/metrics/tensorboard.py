@@ -50,11 +50,11 @@ class TensorBoardSink:
     def _content(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, list):
             return {"simple_value": float(value)}
-        low, *limits = HISTOGRAM_EDGES
-        histogram = self._summaries.HistogramProto(
-            min=low, max=limits[-1], num=sum(value), bucket_limit=limits, bucket=value
-        )
-        return {"histo": histogram}
+        # TensorBoard spreads its display between min and max.
+        filled = [number for number, count in enumerate(value) if count] or [0]
+        low, high = HISTOGRAM_EDGES[filled[0]], HISTOGRAM_EDGES[filled[-1] + 1]
+        make, limits = self._summaries.HistogramProto, HISTOGRAM_EDGES[1:]
+        return {"histo": make(min=low, max=high, num=sum(value), bucket_limit=limits, bucket=value)}
 
     def _add(self, step: int, **content: Any) -> None:
         event = self._events.Event(wall_time=time.time(), step=step, **content)
