@@ -92,7 +92,8 @@ class LogConfig(Section):
     every: Size = 10  # steps between console lines, and between readings of memory
     tensorboard: Flag = True  # write TensorBoard events to run_dir
     csv: Flag = False  # write metrics.csv to run_dir, the numbers of metrics.jsonl as a table
-    wandb: Text | None = None  # project at Weights & Biases, or entity/project; null: none
+    # Project at Weights & Biases, or entity/project; null: none.
+    wandb: Annotated[Text, Field(pattern="^([^/]+/)?[^/]+$")] | None = None
     peak_flops: Positive | None = None  # FLOP/s of a device at best, for mfu; null: as published for bfloat16
     flops_per_token: Positive | None = None  # to train on a token, for mfu; null: counted from the model
     grad_norms: tuple[Text, ...] = ()  # patterns such as "layers/mlp/*": a gradient norm over the parameters of each
