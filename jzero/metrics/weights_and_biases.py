@@ -47,8 +47,9 @@ class WandbSink:
                 settings=wandb.Settings(console="off"),  # it would come between the console and the progress bar
             )
         except wandb.Error as error:
+            told = str(error).rstrip(".")
             raise ConfigError(
-                f"log.wandb = {project}: W&B cannot be started: {error}; run `wandb login`, set WANDB_MODE=offline "
+                f"log.wandb = {project}: W&B cannot be started: {told}; run `wandb login`, set WANDB_MODE=offline "
                 "to keep the rows here for `wandb sync`, or leave log.wandb out"
             ) from error
         id_file.parent.mkdir(exist_ok=True)
