@@ -49,7 +49,7 @@ class CsvSink:
 
 def _lines(columns: list[str], rows: list[Row]) -> str:
     text = io.StringIO()
-    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
+    csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore").writerows(rows)
     return text.getvalue()
 
 

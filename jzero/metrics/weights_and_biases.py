@@ -46,7 +46,7 @@ class WandbSink:
                 config=dict(config),
                 settings=wandb.Settings(console="off"),  # it would come between the console and the progress bar
             )
-        except wandb.Error as error:
+        except (wandb.Error, OSError) as error:
             told = str(error).rstrip(".")
             raise ConfigError(
                 f"log.wandb = {project}: W&B cannot be started: {told}; run `wandb login`, set WANDB_MODE=offline "
