@@ -16,6 +16,7 @@ from jzero.adapt import adapt
 from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
 from jzero.errors import ConfigError, ModelError
 from jzero.grads import Loss, make_grad_fn
+from jzero.gradstats import norm_groups
 from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model
 from jzero.optim import assert_drivable, decay_mask, is_elementwise, make_optimizer, make_schedule
@@ -66,6 +67,7 @@ def prepare(
         frozen=config.train.frozen,
         ema=config.train.ema_decay is not None,
     )
+    norm_groups(config.log.grad_norms, plan.gradients)  # what cannot work is refused here
     return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan)
 
 
@@ -111,6 +113,8 @@ class Blueprint:
             loss_scale=self.config.loss_scale,
             ema_decay=self.config.train.ema_decay,
             rounding_seed=self.config.train.seed if self.config.precision.stochastic_rounding else None,
+            norm_groups=norm_groups(self.config.log.grad_norms, self.plan.gradients),
+            histogram=self.config.log.grad_histogram,
         )
 
     def eval_step(self, num_micro_batches: int, averaged: bool) -> Any:

@@ -1,6 +1,6 @@
 """One optimizer update and one evaluation, each a single jitted program."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero.config import LossScaleConfig
 from jzero.grads import make_loss_fn, split_batch
+from jzero.gradstats import gradient_stats
 from jzero.loss_scale import update_loss_scale
 from jzero.plan import LeafPlan, Plan, map_leaves
 from jzero.rounding import round_stochastically, widened
@@ -30,12 +31,15 @@ def make_train_step(
     loss_scale: LossScaleConfig,
     ema_decay: float | None,
     rounding_seed: int | None,
+    norm_groups: Mapping[str, Sequence[str]],
+    histogram: bool,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """step(state, batch) -> (state, metrics), jitted; the given state is donated and must not be used again.
 
     elementwise: the optimizer moves each element by that element's own history, so it may run on padded shards; any
     other one is given padded leaves in their true shape. schedule: for the learning_rate metric, of applied steps.
     ema_decay: of plan.ema. rounding_seed: what is stored in bfloat16 is rounded stochastically; None: to nearest.
+    norm_groups, histogram: see `gradient_stats`.
 
     The gradient is the sum over the batch divided by the summed weight; its norm is taken once over every element, then
     clipped to clip_norm. A step whose loss or norm is not finite, or whose weight is zero, changes only counters and
@@ -53,8 +57,9 @@ def make_train_step(
         gradients = jax.lax.with_sharding_constraint(gradients, sharded)
         means = sums.means()
         # In the plan's order: jit and constraints sort a dict by its keys.
-        gradients = {path: gradients[path] for path in plan.gradients}
-        norm, broken, gradients = _average_and_clip(gradients, unscale, sums.loss.weight, clip_norm)
+        gradients = _average({path: gradients[path] for path in plan.gradients}, unscale, sums.loss.weight)
+        stats = gradient_stats(gradients, plan.gradients, norm_groups, histogram)
+        norm, broken, gradients = _measure_and_clip(gradients, clip_norm)
         finite = jnp.isfinite(norm) & jnp.isfinite(means["loss"]) & jnp.isfinite(sums.loss.weight)
         applied = finite & (sums.loss.weight > 0)
         key = None if rounding_seed is None else jax.random.fold_in(jax.random.key(rounding_seed), state.step)
@@ -81,7 +86,7 @@ def make_train_step(
             loss_scale=new_scale,
         )
         counters = {"skipped": new_state.skipped, "skipped_in_a_row": new_state.skipped_in_a_row}
-        metrics = {**means, "grad_norm": norm, **counters, "non_finite_leaf": broken}
+        metrics = {**means, "grad_norm": norm, **counters, "non_finite_leaf": broken, **stats}
         if scale is not None:
             metrics |= {"loss_scale": scale, "loss_scale_exhausted": exhausted}
         if schedule is not None:
@@ -178,13 +183,14 @@ def make_eval_step(
     return jax.jit(evaluate)
 
 
-def _average_and_clip(
-    gradients: dict[str, Any], unscale: jax.Array, weight: jax.Array, clip_norm: float | None
-) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
-    """The global norm of the mean gradient (float32, before clipping); the number of the first leaf in it that is not
-    finite, or -1; the clipped gradient, float32."""
+def _average(gradients: dict[str, Any], unscale: jax.Array, weight: jax.Array) -> dict[str, Any]:
+    """The gradient of the mean loss, float32; zero where the weight is."""
     scale = jnp.where(weight > 0, unscale / jnp.where(weight > 0, weight, 1.0), 0.0)
-    mean = {path: g.astype(jnp.float32) * scale for path, g in gradients.items()}
+    return {path: g.astype(jnp.float32) * scale for path, g in gradients.items()}
+
+
+def _measure_and_clip(mean: dict[str, Any], clip_norm: float | None) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    """The global norm before clipping; the number of the first leaf that is not finite, or -1; the clipped gradient."""
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in mean.values()))
     broken = jnp.stack([~jnp.isfinite(g).all() for g in mean.values()])
     first = jnp.where(broken.any(), jnp.argmax(broken), -1).astype(jnp.int32)

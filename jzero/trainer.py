@@ -5,8 +5,8 @@ command: the parameters, the data and the rows in metrics.jsonl go on as if noth
 """
 
 import signal
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +25,16 @@ from jzero.errors import CheckpointError, NonFiniteError, UserError
 from jzero.loss import WeightedLoss, cross_entropy
 from jzero.manifest import clear_leftovers, listing
 from jzero.mesh import make_mesh
-from jzero.metrics import JsonlSink, MetricWriter, Row, Sink, TensorBoardSink, Throughput, set_aside
+from jzero.metrics import Row, Sink
+from jzero.metrics.csv_file import CsvSink
+from jzero.metrics.flops import tokens_at_peak
+from jzero.metrics.jsonl import JsonlSink
+from jzero.metrics.profiler import ProfilerWindow
+from jzero.metrics.row_files import set_aside
+from jzero.metrics.tensorboard import TensorBoardSink
+from jzero.metrics.throughput import Throughput
+from jzero.metrics.weights_and_biases import WandbSink
+from jzero.metrics.writer import MetricWriter
 from jzero.models import build_model, generate
 from jzero.report import human_bytes
 from jzero.rundir import RunDirectory, assert_usable, find_start, locked, open_run_directory, write_config
@@ -34,22 +43,27 @@ from jzero.signals import StopSignal, stop_signals
 SAMPLE_TEMPERATURE = 0.8  # lively, yet short of noise, for a model of bytes
 
 
-def run_training(config: Config, console: Console | None = None) -> int:
+def run_training(config: Config, console: Console | None = None, sinks: Sequence[Sink] = ()) -> int:
     """Trains up to `train.num_steps`, going on from the run directory's newest checkpoint if there is one.
 
     Start the runtime first (`jzero.runtime.start`). Returns the exit code: 0 when the run is complete, now or
     already; 128 plus its number after SIGINT or SIGTERM, with everything saved.
 
+    sinks: take the rows too, beside those of `log`; closed when this returns or raises.
+
     Raises UserError, before anything compiles, for what cannot work or is under way in another process, and
     NonFiniteError when `train.max_skipped_steps` steps in a row had no finite loss and gradient.
     """
     console = console or Console()
-    directory = open_run_directory(config.train.run_dir)
-    with locked(directory):
-        return _run(config, console, directory)
+    with ExitStack() as stack:
+        for sink in sinks:
+            stack.callback(sink.close)
+        directory = open_run_directory(config.train.run_dir)
+        stack.enter_context(locked(directory))
+        return _run(config, console, directory, sinks)
 
 
-def _run(config: Config, console: Console, directory: RunDirectory) -> int:
+def _run(config: Config, console: Console, directory: RunDirectory, sinks: Sequence[Sink]) -> int:
     mesh = make_mesh(config.mesh)
     batch = plan_batch(config.train, mesh.shape["replica"] * mesh.shape["data"])
     latest = find_start(config, directory)
@@ -66,7 +80,7 @@ def _run(config: Config, console: Console, directory: RunDirectory) -> int:
     checkpointer = Checkpointer(directory.checkpoints, keep.keep_last, keep.keep_best, keep.asynchronous)
     with closing(checkpointer):
         checkpointer.claim()
-        trainer = Trainer(config, console, directory, checkpointer, data, engine, batch.global_batch_size)
+        trainer = Trainer(config, console, directory, checkpointer, data, engine, batch.global_batch_size, sinks)
         if latest is not None:
             trainer.restore()
         elif config.checkpoint.start_from is not None:
@@ -105,6 +119,7 @@ class Trainer:
     data: Data
     engine: Engine
     batch_size: int
+    sinks: Sequence[Sink] = ()
     progress: Progress = field(default_factory=Progress)
 
     def restore(self) -> None:
@@ -151,18 +166,19 @@ class Trainer:
 
     def run(self) -> int:
         """Trains to the last step or a signal and saves; returns the exit code."""
-        progress, num_steps = self.progress, self.config.train.num_steps
-        with assert_usable(self.directory):
-            write_config(self.directory, self.config)
-            sinks = self._make_sinks()
-        say(self.console, f"step {progress.step} of {num_steps} in {self.directory.path}")
-        throughput = Throughput(self.batch_size * self.config.data.sequence_length)
+        progress, num_steps, log = self.progress, self.config.train.num_steps, self.config.log
+        at_peak = tokens_at_peak(self.config, self.engine.plan, jax.devices()[0].device_kind)
+        throughput = Throughput(self.batch_size * self.config.data.sequence_length, tokens_at_peak=at_peak)
+        traced = range(log.profile_start, log.profile_start + log.profile_steps) if log.profile_start else range(0)
         with (
-            closing(MetricWriter(sinks, throughput, list(self.engine.plan.gradients))) as writer,
+            self._open_sinks() as sinks,
+            closing(MetricWriter(sinks, throughput, list(self.engine.plan.gradients), log.every)) as writer,
             closing(self.data.train_batches(progress.next_sample, num_steps - progress.step)) as batches,
+            closing(ProfilerWindow(self.directory.path / "profile", traced)) as profiler,
             stop_signals() as stop,
         ):
-            self._loop(batches, writer, throughput, stop)
+            say(self.console, f"step {progress.step} of {num_steps} in {self.directory.path}")
+            self._loop(batches, writer, throughput, profiler, stop)
         if stop.number is not None and progress.step < num_steps:
             name = signal.Signals(stop.number).name
             saved = self.directory.checkpoint(progress.step)
@@ -179,13 +195,16 @@ class Trainer:
         batches: Iterable[dict[str, np.ndarray]],
         writer: MetricWriter,
         throughput: Throughput,
+        profiler: ProfilerWindow,
         stop: StopSignal,
     ) -> None:
         progress, train, save_every = self.progress, self.config.train, self.config.checkpoint.save_every
         save_due = False
         for batch in batches:
+            profiler.step_begins(progress.step + 1)
             metrics = self.engine.step(batch)
             progress.step += 1
+            profiler.step_ends(progress.step, metrics)
             progress.next_sample += self.batch_size
             self._watch(writer.write_step(progress.step, metrics))
             if _due(progress.step, train.eval_every):
@@ -278,19 +297,32 @@ class Trainer:
         )
         progress.saved_at = progress.step
 
-    def _make_sinks(self) -> list[Sink]:
-        log, start = self.config.log, self.progress.step
-        num_steps, metrics = self.config.train.num_steps, self.directory.metrics
-        if start == 0 and (aside := set_aside(metrics)):
-            say(self.console, f"no checkpoint goes with {metrics}: it is now {aside.name}, the run starts anew")
-        with ExitStack() as opened:  # those before one that cannot be opened are closed
-            jsonl = JsonlSink(metrics, start)
-            opened.callback(jsonl.close)
-            sinks: list[Sink] = [jsonl]
-            if log.tensorboard:
-                sinks.append(TensorBoardSink(self.directory.tensorboard, start))
-            opened.pop_all()
-        return [*sinks, console_sink(self.console, start_step=start, num_steps=num_steps, every=log.every)]
+    @contextmanager
+    def _open_sinks(self) -> Iterator[list[Sink]]:
+        log, start, directory = self.config.log, self.progress.step, self.directory
+        jsonl, csv = directory.metrics, directory.path / "metrics.csv"
+        with ExitStack() as opened:
+
+            def opening(sink: Sink) -> Sink:
+                return opened.enter_context(closing(sink))
+
+            with assert_usable(directory):
+                write_config(directory, self.config)
+                for path in (jsonl, csv) if start == 0 else ():
+                    if aside := set_aside(path):
+                        told = f"no checkpoint goes with {path}: it is now {aside.name}, the run starts anew"
+                        say(self.console, told)
+                sinks = [opening(JsonlSink(jsonl, start))]
+                if log.csv:
+                    sinks.append(opening(CsvSink(csv, start)))
+                if log.tensorboard:
+                    sinks.append(opening(TensorBoardSink(directory.tensorboard, start)))
+                if log.wandb:
+                    shown = self.config.model_dump(mode="json")
+                    sinks.append(opening(WandbSink(log.wandb, directory.path, shown, start)))
+            num_steps = self.config.train.num_steps
+            sinks.append(opening(console_sink(self.console, start_step=start, num_steps=num_steps, every=log.every)))
+            yield [*sinks, *self.sinks]
 
     def _summarise(self, throughput: Throughput) -> None:
         progress, placed = self.progress, self.engine.plan.bytes_per_device()

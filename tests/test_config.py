@@ -280,7 +280,7 @@ def test_a_wrong_value_is_told_with_path_value_and_remedy(override, told):
 def test_auto_reaches_no_arithmetic(section):
     """L03: 'auto' is a value where the field says so, else refused at load with the key's path."""
     for field, info in subsections(Config)[section].model_fields.items():
-        if info.default == "auto" or field in ("run_dir", "sample_prompt", "cache_dir", "start_from"):
+        if info.default == "auto" or field in ("run_dir", "sample_prompt", "cache_dir", "start_from", "wandb"):
             continue  # auto is a choice here, or text like any other
         lines = faults(make_config, {section: {field: "auto"}})
         assert any(line.startswith(f'{section}.{field} = "auto": must be') for line in lines)
@@ -405,6 +405,9 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
             "model.attention = cudnn: runs on GPUs only, and the platform is cpu",
         ),
         ({"model": {"attention": "cudnn"}}, "model.attention = cudnn: has no float32 kernels"),
+        ({"log": {"profile_steps": 5}}, "log.profile_steps = 5: not read without log.profile_start"),
+        ({"log": {"profile_start": 301}}, "log.profile_start = 301: after the last step, train.num_steps = 300"),
+        ({"log": {"wandb": "team/"}}, 'log.wandb = "team/": '),
     ],
 )
 def test_fields_that_contradict_each_other_are_told_with_both_numbers(tree, told):
@@ -424,6 +427,7 @@ def test_fields_that_contradict_each_other_are_told_with_both_numbers(tree, told
         {"model": {"attention": "cudnn"}, "precision": "bf16"},
         {"data": {"source": "synthetic", "synthetic_tokens": 5}},
         {"data": {"source": "text", "paths": ["a", "b*"]}},
+        {"log": {"profile_start": 300, "profile_steps": 5, "wandb": "team/project", "grad_norms": ["layers/*"]}},
     ],
 )
 def test_neighbours_of_the_refused_are_accepted(tree):

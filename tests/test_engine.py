@@ -622,18 +622,22 @@ PACKAGE = Path(jzero.__file__).parent
 ORDER = [
     *("errors", "paths", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
     *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
-    *("runtime", "mesh", "rounding", "loss_scale", "plan", "jaxprs", "optim"),
+    *("runtime", "mesh", "rounding", "loss_scale", "plan", "gradstats", "jaxprs", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("grads", "state", "step", "manifest", "checkpoint", "report", "blueprint", "warm_start", "engine"),
     *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),
-    *("rundir", "metrics", "display", "signals"),
+    *("rundir", "metrics.rows", "metrics", "metrics.row_files", "metrics.jsonl", "metrics.csv_file"),
+    *("metrics.tensorboard", "metrics.weights_and_biases", "metrics.flops", "metrics.throughput", "metrics.memory"),
+    *("metrics.writer", "metrics.profiler", "metrics.plot", "metrics.__main__", "display", "signals"),
     *("models.rotary", "models.layers", "models.decoder", "models.build", "models.generate", "models"),
     *("trainer", "train", "bench"),
 ]
 HOMES = {
     "orbax": {"checkpoint"},
     "grain": {"data.pipeline"},
-    "tensorboardX": {"metrics"},
+    "tensorboardX": {"metrics.tensorboard"},
+    "wandb": {"metrics.weights_and_biases"},
+    "matplotlib": {"metrics.plot"},
     "omegaconf": {"config.files"},
 }
 

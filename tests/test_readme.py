@@ -213,6 +213,9 @@ def trained(tmp_path_factory):
         if arguments[0].startswith("examples/"):
             assert (REPOSITORY / arguments[0]).exists()  # test_examples runs it
             continue
+        if arguments[:3] == ["-m", "jzero.metrics", "plot"]:
+            run([sys.executable, *arguments[:3], str(directory / "run"), "--out", str(directory / "a.png")], REPOSITORY)
+            continue
         cache, run_dir = f"data.cache_dir={directory / 'cache'}", f"train.run_dir={directory / 'run'}"
         run([sys.executable, *arguments, *TINY, cache, run_dir], REPOSITORY)
     return directory / "run"

@@ -1,5 +1,6 @@
 """A run from its config to its run directory: what it leaves, how it goes on, and what it refuses."""
 
+import csv
 import errno
 import fcntl
 import io
@@ -63,6 +64,9 @@ def train(config: Config) -> tuple[int, str]:
     return code, out.getvalue()
 
 
+MEASURED = ("tokens_per_second", "host_memory_bytes")  # no two runs share it
+
+
 def read_rows(run_dir) -> list[Row]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -108,6 +112,54 @@ def test_each_step_has_one_row_and_each_evaluation_another(straight):
     cosine = [0.0, 0.5, 1.0, *(0.5 + 0.5 * math.cos(math.pi * done / 4) for done in (1, 2, 3))]
     rates = [row["learning_rate"] for row in train_rows(straight[0])]
     assert rates == pytest.approx([1e-2 * part for part in cosine], rel=1e-5, abs=1e-9)
+
+
+class OwnSink:
+    """A user's: keeps rows, and fails at a step if told to."""
+
+    def __init__(self, fail_at=None):
+        self.rows, self.closed, self.fail_at = [], 0, fail_at
+
+    def write(self, row):
+        if row["step"] == self.fail_at:
+            raise RuntimeError("lost the connection")
+        self.rows.append(row)
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_run_leaves_what_its_log_asks_for(tmp_path):
+    log = {"csv": True, "peak_flops": 1e9, "every": 2, "profile_start": 2, "profile_steps": 1}
+    config, sink, out = tiny(tmp_path / "run", train={"num_steps": 3}, log=log), OwnSink(), io.StringIO()
+    assert run_training(config, Console(file=out, width=100), sinks=[sink]) == 0
+    rows = read_rows(tmp_path / "run")
+    assert (sink.rows, sink.closed) == (rows, 1)
+    table = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
+    assert [(line["loss"], line["eval_loss"]) for line in table] == [
+        (str(row.get("loss", "")), str(row.get("eval_loss", ""))) for row in rows
+    ]
+    num_parameters = 2 * (4 * 16 * 16 + 3 * 16 * 64 + 2 * 16) + 16 + 16 * 257  # the embedding is only looked up
+    work = 6 * num_parameters + 12 * 2 * 16 * 16
+    for row in train_rows(tmp_path / "run")[1:]:
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * work / (8 * 1e9))
+        assert f"mfu {row['mfu']:.1%}" in out.getvalue()
+    assert ["host_memory_bytes" in row for row in rows] == [True, True, False, False]
+    (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000
+    late = OwnSink()
+    assert run_training(config, Console(file=out), sinks=[late]) == 0  # already complete
+    assert (late.rows, late.closed) == ([], 1)
+
+
+def test_a_users_sink_that_fails_ends_the_run_by_name_and_what_is_saved_is_gone_on_from(tmp_path):
+    trainer, _ = scripted(tmp_path, [3] * 6, checkpoint={"save_every": 2}, train={"eval_every": 0})
+    trainer.sinks = [OwnSink(fail_at=4)]
+    with pytest.raises(RuntimeError, match="lost the connection") as caught:
+        trainer.run()
+    assert caught.value.__notes__ == ["OwnSink could not take the row of step 4"]
+    assert [row["step"] for row in train_rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert trainer.checkpointer.saved == [2]
 
 
 def test_speed_is_stated_from_the_second_step_on(straight):
@@ -218,7 +270,7 @@ def two_epochs(tmp_path_factory):
 
 
 def go_on(run_dir, after: int, copy, **train_fields) -> list[Row]:
-    """All rows, less their speed, of a copy of the run that goes on after that step."""
+    """All rows, less what is measured, of a copy of the run that goes on after that step."""
     shutil.copytree(run_dir, copy)
     for step in range(after + 1, 7):
         shutil.rmtree(copy / "checkpoints" / str(step))
@@ -227,20 +279,20 @@ def go_on(run_dir, after: int, copy, **train_fields) -> list[Row]:
     assert code == 0
     assert f"going on from {copy}/checkpoints/{after}\n" in output
     assert complete_steps(copy / "checkpoints")[6].record["next_sample"] == 6 * 16
-    return rows_without_speed(copy)
+    return rows_as_computed(copy)
 
 
-def rows_without_speed(run_dir) -> list[Row]:
-    return [{name: row[name] for name in row if name != "tokens_per_second"} for row in read_rows(run_dir)]
+def rows_as_computed(run_dir) -> list[Row]:
+    return [{name: row[name] for name in row if name not in MEASURED} for row in read_rows(run_dir)]
 
 
 @pytest.mark.parametrize("after", [3, 5])
 def test_a_run_goes_on_across_the_end_of_an_epoch_and_within_the_second(two_epochs, tmp_path, after):
-    assert go_on(two_epochs, after, tmp_path / "run") == rows_without_speed(two_epochs)
+    assert go_on(two_epochs, after, tmp_path / "run") == rows_as_computed(two_epochs)
 
 
 def test_other_micro_batches_go_on_with_the_same_losses(two_epochs, tmp_path):
-    rows, expected = go_on(two_epochs, 2, tmp_path / "run", accumulation_steps=2), rows_without_speed(two_epochs)
+    rows, expected = go_on(two_epochs, 2, tmp_path / "run", accumulation_steps=2), rows_as_computed(two_epochs)
     assert rows != expected  # another order of addition
     assert rows[:2] == expected[:2]
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
@@ -731,9 +783,9 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available)" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "tensorboard", "lock"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "config.yaml", "tensorboard", "lock"])
 def test_what_lies_in_the_way_of_a_file_of_the_run_is_named(tmp_path, name):
-    trainer, _ = scripted(tmp_path, [3, 3], log={"tensorboard": True})
+    trainer, _ = scripted(tmp_path, [3, 3], log={"tensorboard": True, "csv": True})
     in_the_way = tmp_path / "run" / name
     in_the_way.touch() if name == "tensorboard" else in_the_way.mkdir()
     run = trainer.run if name != "lock" else partial(train, trainer.config)
@@ -752,10 +804,12 @@ def test_a_disk_that_fails_is_one_message_and_exit_code_1(monkeypatch, capsys, t
 
 
 def test_rows_without_a_checkpoint_are_kept_aside(tmp_path):
-    trainer, out = scripted(tmp_path, [3, 3])
+    trainer, out = scripted(tmp_path, [3, 3], log={"csv": True})
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    (tmp_path / "run" / "metrics.csv").write_text("step,loss\n1,9.0\n")
     assert trainer.run() == 0
     assert (tmp_path / "run" / "metrics.jsonl.old").read_text() == '{"step": 1, "loss": 9.0}\n'
+    assert (tmp_path / "run" / "metrics.csv.old").read_text() == "step,loss\n1,9.0\n"
     assert [row["loss"] for row in train_rows(tmp_path / "run")] == [3.0, 3.0]
     assert f"no checkpoint goes with {tmp_path}/run/metrics.jsonl: it is now metrics.jsonl.old" in out.getvalue()
 

@@ -88,6 +88,12 @@ class Config(Section):
                 "model.attention = cudnn: has no float32 kernels, and precision.compute = float32; "
                 "set precision: bf16, or model.attention: xla",
             )
+        if self.log.profile_start and self.log.profile_start > steps:
+            yield Fault(
+                ("log.profile_start", "train.num_steps"),
+                f"log.profile_start = {self.log.profile_start}: after the last step, train.num_steps = {steps}; "
+                f"set at most {steps}",
+            )
 
 
 def load_config(path: str | PathLike[str] | None, overrides: Sequence[str] = ()) -> Config:

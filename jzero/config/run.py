@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from jzero.config.batch import batch_fault
-from jzero.config.section import Count, Decay, Fault, Flag, Section, Size, Text, XlaFlag, shown
+from jzero.config.section import Count, Decay, Fault, Flag, Positive, Section, Size, Text, XlaFlag, shown
 
 HOST_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -103,5 +103,22 @@ class LogConfig(Section):
 
     path: ClassVar[str] = "log"
 
-    every: Size = 10  # steps between console lines
+    every: Size = 10  # steps between console lines, and between readings of memory
     tensorboard: Flag = True  # write TensorBoard events to run_dir
+    csv: Flag = False  # write metrics.csv to run_dir, the numbers of metrics.jsonl as a table
+    # Project at Weights & Biases, or entity/project; null: none.
+    wandb: Annotated[Text, Field(pattern="^([^/]+/)?[^/]+$")] | None = None
+    peak_flops: Positive | None = None  # FLOP/s of a device at best, for mfu; null: as published for bfloat16
+    flops_per_token: Positive | None = None  # to train on a token, for mfu; null: counted from the model
+    grad_norms: tuple[Text, ...] = ()  # patterns such as "layers/mlp/*": a gradient norm over the parameters of each
+    grad_histogram: Flag = False  # a histogram of the gradient's magnitudes each step
+    profile_start: Size | None = None  # first step of a profiler trace, to run_dir/profile; null: none
+    profile_steps: Size = 3  # steps traced
+
+    def conflicts(self) -> Iterator[Fault]:
+        if self.profile_start is None and self.profile_steps != type(self).model_fields["profile_steps"].default:
+            yield Fault(
+                ("log.profile_steps", "log.profile_start"),
+                f"log.profile_steps = {self.profile_steps}: not read without log.profile_start; "
+                "drop it, or say the first step to trace",
+            )

@@ -79,8 +79,7 @@ class Attention(nnx.Module):
         query = place(split_heads(self.q_proj(x)), self.q_norm)
         key = place(split_heads(self.k_proj(x)), self.k_norm)
         value = split_heads(self.v_proj(x))
-        # Under a caller's strict dtype promotion this cannot be differentiated with bfloat16 inputs (jax 0.10.2, 0.12).
-        mixed = jax.nn.dot_product_attention(
+        mixed = _attend(
             query,
             key,
             value,
@@ -90,6 +89,16 @@ class Attention(nnx.Module):
             implementation=self.implementation,
         )
         return self.o_proj(mixed.reshape(*x.shape[:-1], -1))
+
+
+def _attend(query: Array, key: Array, value: Array, **how: Any) -> Array:
+    # Under a caller's strict dtype promotion this cannot be differentiated with bfloat16 inputs (jax 0.10.2, 0.12).
+    attend = lambda *heads: jax.nn.dot_product_attention(*heads, **how)
+    if query.dtype != jnp.float16:
+        return attend(query, key, value)
+    # jax asks for float16 products added up in float32, which XLA has not on CPUs.
+    wide = lambda *heads: attend(*(x.astype(jnp.float32) for x in heads)).astype(jnp.float16)
+    return jax.lax.platform_dependent(query, key, value, cpu=wide, default=attend)
 
 
 class MLP(nnx.Module):
