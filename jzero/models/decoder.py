@@ -5,7 +5,7 @@ activations take the embedding's dtype; norms, rotary embedding and softmax run 
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
