@@ -5,10 +5,9 @@ model's own arithmetic: what rematerialisation computes twice does not count.
 """
 
 import math
-from collections.abc import Mapping
 
 from jzero.config import Config, ModelConfig
-from jzero.plan import LeafPlan, Plan
+from jzero.plan import Plan
 
 # FLOP/s of dense bfloat16 matrix products on one JAX device, by the beginning of `device.device_kind`. NVIDIA's sheets
 # name them with sparsity, which doubles them. Not here: what has no bfloat16 (V100, T4), and slices of a GPU (MIG).
@@ -56,17 +55,19 @@ def peak_flops(device_kind: str) -> float | None:
     return _PEAKS[max(known, key=len)] if known else None
 
 
-def flops_per_token(model: ModelConfig, params: Mapping[str, LeafPlan], sequence_length: int) -> float:
-    """FLOPs to train the built-in model on one token, forward and backward: 6 N + 12 L H T.
+def flops_per_token(model: ModelConfig, plan: Plan, sequence_length: int) -> float:
+    """FLOPs to train the built-in model on one token, forward and backward: 6 N + 4 F + 12 L H T.
 
-    N: parameters, without an embedding that is only looked up. L: layers. H: width of all query heads together.
-    T: tokens a row. Attention counts whole, not half for being causal, as PaLM and nanoGPT count it.
+    N: trained parameters, F: frozen ones, which have no gradient; both without embeddings that are only looked up.
+    L: layers. H: width of all query heads together. T: tokens a row. Attention counts whole, not half for being causal,
+    as PaLM and nanoGPT count it.
     """
-    looked_up = () if model.tie_word_embeddings else ("embed_tokens/embedding",)
-    num_parameters = sum(math.prod(leaf.shape) for path, leaf in params.items() if path not in looked_up)
+    looked_up = {"embed_positions/embedding"} | (set() if model.tie_word_embeddings else {"embed_tokens/embedding"})
+    used = {path: math.prod(leaf.shape) for path, leaf in plan.params.items() if path not in looked_up}
+    products = sum((6.0 if path in plan.weights else 4.0) * size for path, size in used.items())
     heads = model.num_attention_heads
     width = heads * (model.head_dim or model.hidden_size // heads)
-    return 6.0 * num_parameters + 12.0 * model.num_hidden_layers * width * sequence_length
+    return products + 12.0 * model.num_hidden_layers * width * sequence_length
 
 
 def tokens_at_peak(config: Config, plan: Plan, device_kind: str) -> float | None:
@@ -74,5 +75,5 @@ def tokens_at_peak(config: Config, plan: Plan, device_kind: str) -> float | None
     peak = config.log.peak_flops or peak_flops(device_kind)
     if peak is None:
         return None
-    work = config.log.flops_per_token or flops_per_token(config.model, plan.params, config.data.sequence_length)
+    work = config.log.flops_per_token or flops_per_token(config.model, plan, config.data.sequence_length)
     return math.prod(plan.axis_sizes.values()) * peak / work
