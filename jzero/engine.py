@@ -19,14 +19,16 @@ from rich.console import RenderableType
 from jzero.adapt import adapt
 from jzero.checkpoint import ArrayTarget, Checkpointer
 from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
+from jzero.elementwise import assert_drivable, is_elementwise
 from jzero.errors import ConfigError, DataError, ModelError, UserError
 from jzero.grads import Loss, bind_params, make_grad_fn
 from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model
-from jzero.optim import assert_drivable, decay_mask, is_elementwise, make_optimizer, make_schedule
+from jzero.optim import make_optimizer
 from jzero.plan import Plan, make_plan, map_leaves
 from jzero.report import plan_report
 from jzero.runtime import start
+from jzero.schedules import make_schedule
 from jzero.state import TrainState, assert_placement, from_named, init_state, named, plan_tree, shardings
 from jzero.step import Metrics, make_eval_step, make_train_step
 from jzero.usepoint import UsePoint, use_points
@@ -74,10 +76,8 @@ def prepare(
         _assert_only_clips(config.optimizer)
         assert_drivable(optimizer, {p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in adapted.params.items()})
     else:
-        stacks = {path: p.stack_ndim for path, p in adapted.params.items()}
-        mask = decay_mask(stacks, {path: p.shape for path, p in adapted.params.items()})
         schedule = make_schedule(config.optimizer, config.train.num_steps)
-        optimizer = make_optimizer(config.optimizer, config.train.num_steps, mask)
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps, adapted.params)
     plan = make_plan(
         adapted.params,
         dict(mesh.shape),

@@ -323,15 +323,19 @@ def _plan_optimizer(
     axis_sizes: Mapping[str, int],
     zero: ZeroConfig,
 ) -> Any:
-    """LeafPlans in the structure of the optax state: a leaf under its parameter's path and of its shape follows the
-    parameter, any other array is placed by its own shape, scalars stay whole."""
+    """LeafPlans in the structure of the optax state.
+
+    An array under its parameter's path that has as many dims follows the parameter where it has the parameter's size
+    along the dim that is split: moments do, and the scales of blocks along another dim. Of the rest it takes what its
+    sizes share with the parameter's. Any other array is placed by its own shape; scalars stay whole.
+    """
     abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in weights.items()}
 
     def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> LeafPlan:
         # By path, not by optax.tree_map_params: that fails on masked states (measured: optax 0.2.8, contrib.muon).
         named = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey) and key.key in weights]
-        placed = weights[named[-1]] if named else None
-        if placed is None or placed.shape != leaf.shape:
+        placed = _follow(weights[named[-1]], leaf.shape) if named else None
+        if placed is None:
             placed = _place("", leaf.shape, 0, (None,) * len(leaf.shape), axes, axis_sizes, zero)
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         return replace(placed, path=path, dtype=leaf.dtype, zero_axes=_on_top(axes, placed))
@@ -339,6 +343,19 @@ def _plan_optimizer(
     with jax.numpy_dtype_promotion("standard"):  # as optax relies on
         state = jax.eval_shape(optimizer.init, abstract)
     return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _follow(param: LeafPlan, shape: tuple[int, ...]) -> LeafPlan | None:
+    """An array of that shape placed as its parameter, padding included; None where it has another size along the dim
+    that is split, or other dims."""
+    if len(shape) != len(param.shape):
+        return None
+    shared = [n == own for n, own in zip(shape, param.shape, strict=True)]
+    if not (all(shared) if param.dim is None else shared[param.dim]):
+        return None
+    stored = tuple(s if same else n for n, s, same in zip(shape, param.stored_shape, shared, strict=True))
+    own_spec = tuple(entry if same else None for entry, same in zip(param.own_spec, shared, strict=True))
+    return replace(param, shape=shape, stored_shape=stored, own_spec=own_spec)
 
 
 def _leaves(tree: Any) -> Iterator[LeafPlan]:

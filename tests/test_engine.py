@@ -622,7 +622,7 @@ PACKAGE = Path(jzero.__file__).parent
 ORDER = [
     *("errors", "paths", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
     *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
-    *("runtime", "mesh", "plan", "jaxprs", "optim"),
+    *("runtime", "mesh", "plan", "jaxprs", "elementwise", "schedules", "adam8bit", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("grads", "state", "step", "manifest", "checkpoint", "report", "engine"),
     *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),

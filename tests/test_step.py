@@ -19,8 +19,8 @@ from jzero.engine import prepare
 from jzero.errors import ModelError, UserError
 from jzero.jaxprs import equations
 from jzero.models import build_model
-from jzero.optim import make_schedule
 from jzero.plan import map_leaves
+from jzero.schedules import make_schedule
 from jzero.state import plan_tree
 
 ROWS = 24

@@ -1,0 +1,191 @@
+"""Adam with moments in 8 bits: the code map, errors, agreement with Adam, and where codes and scales lie."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+import jzero
+from jzero.adam8bit import Adam8bitState, block_dim, code_map, dequantise, quantise, scale_by_adam8bit
+from jzero.config import make_config
+from jzero.mesh import make_mesh
+from jzero.optim import make_optimizer
+from jzero.plan import AbstractParam, choose_dim, make_plan, map_leaves
+
+DEVICES = 8
+
+
+def cells(signed: bool) -> np.ndarray:
+    """(low, high, value) a row: decades from 1e-7 to 1, the n-th in 2 ** n even parts or twice as many, by hand."""
+    rows = []
+    for n in range(7):
+        borders = np.linspace(0.1, 1.0, 2**n * (1 if signed else 2) + 1) * 10.0 ** (n - 6)
+        rows += [(low, high, (low + high) / 2) for low, high in itertools.pairwise(borders)]
+    rows[-1] = (*rows[-1][:2], 1.0)
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_codes_are_those_of_dynamic_quantisation(signed):
+    positive = cells(signed)[:, 2]
+    expected = [*-positive[::-1], 0.0, *positive] if signed else positive
+    np.testing.assert_allclose(code_map(signed), expected, rtol=1e-6)
+    assert len(expected) == (255 if signed else 254)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dim", "block", "longest"),
+    [((3, 1000), 1, 256, 250), ((301, 4, 2), 0, 128, 101), ((7,), 0, 256, 7), ((2, 256, 5), 1, 256, 256)],
+)
+def test_what_8_bits_lose_is_half_a_cell_of_the_blocks_largest(shape, dim, block, longest, signed):
+    rng = np.random.default_rng(0)
+    x = (10.0 ** rng.uniform(-9, 2, shape) * (rng.choice([-1, 1], shape) if signed else 1)).astype(np.float32)
+    quantised = quantise(jnp.asarray(x), dim, block, signed=signed)
+    got = np.asarray(dequantise(quantised, dim, signed=signed))
+    assert (quantised.codes.dtype, quantised.codes.shape) == (jnp.int8, shape)
+    assert quantised.scales.shape == tuple(-(-n // block) if d == dim else n for d, n in enumerate(shape))
+    table = cells(signed)
+    for number, start in enumerate(range(0, shape[dim], longest)):
+        cut = lambda array, start=start: np.take(array, np.arange(start, min(start + longest, shape[dim])), dim)
+        largest = np.abs(cut(x)).max(dim, keepdims=True)
+        np.testing.assert_array_equal(np.take(np.asarray(quantised.scales), [number], dim), largest)
+        part, error = np.abs(cut(x)) / largest, np.abs(cut(got) - cut(x)) / largest
+        low, high, value = np.moveaxis(table[np.searchsorted(table[:, 1], part.clip(0, table[-1, 1]))], -1, 0)
+        assert (
+            error <= np.where((value == 1) | (part < low), np.maximum(value, high - low), (high - low) / 2) + 1e-6
+        ).all()
+        assert (error[part == 1] == 0).all(), "the largest stays as it is"
+        assert (np.sign(cut(got)) == np.sign(cut(x)))[part > 3e-7].all()
+    again = quantise(jnp.asarray(got), dim, block, signed=signed)
+    np.testing.assert_array_equal(again.codes, quantised.codes)
+    np.testing.assert_array_equal(again.scales, quantised.scales)
+
+
+def test_a_block_of_zeros_stays_zero_and_a_zero_stays_zero_in_the_first_moment():
+    x = jnp.zeros((4, 300)).at[0, 7].set(-5.0)
+    for signed in (True, False):
+        got = dequantise(quantise(jnp.abs(x) if not signed else x, 1, 256, signed=signed), 1, signed=signed)
+        assert (got[1:] == 0).all()
+        assert (got[0, :7] == 0).all() == signed, "the second moment has no zero beside larger numbers"
+
+
+# Two that rest in 8 bits (one a stack), one of too few elements a layer.
+SHAPES = {"w": (80, 90), "layers/w": (2, 70, 80), "layers/b": (2, 2500)}
+STACKS = {"layers/w": 1, "layers/b": 1}
+
+
+def draw(seed: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return {path: jnp.asarray(rng.normal(size=shape), jnp.float32) for path, shape in SHAPES.items()}
+
+
+def test_an_update_is_adams_of_the_moments_at_rest():
+    """The first, from moments of zero, to rounding; later ones of what 8 bits kept. Few elements: always."""
+    ours, adam = scale_by_adam8bit(0.8, 0.9, 1e-6, num_stack_dims=STACKS), optax.scale_by_adam(0.8, 0.9, 1e-6)
+    state, reference = ours.init(draw(0)), adam.init(draw(0))
+    with jax.numpy_dtype_promotion("standard"):
+        for seed in (1, 2, 3):
+            kept = {}
+            for path in ("w", "layers/w"):
+                dim = block_dim(SHAPES[path][-2:]) + STACKS.get(path, 0)
+                moments = [dequantise(x[path], dim, signed=s) for x, s in ((state.mu, True), (state.nu, False))]
+                kept[path] = moments
+            reference = reference._replace(
+                mu=reference.mu | {path: mu for path, (mu, _) in kept.items()},
+                nu=reference.nu | {path: nu for path, (_, nu) in kept.items()},
+            )
+            updates, state = jax.jit(ours.update)(draw(seed), state)
+            expected, reference = adam.update(draw(seed), reference)
+            for path in SHAPES:
+                np.testing.assert_allclose(updates[path], expected[path], rtol=2e-5, atol=1e-6, err_msg=path)
+    assert state.mu["layers/b"].dtype == jnp.float32
+    assert state.mu["w"].scales.shape == (1, 90)
+    assert state.mu["layers/w"].scales.shape == (2, 1, 80)
+
+
+def test_an_element_whose_gradient_stops_does_not_run_away():
+    """Its second moment is too small for 8 bits beside the block's largest, its first moment is not."""
+    tx = scale_by_adam8bit(0.9, 0.999, 1e-8, min_elements=1)
+    state = tx.init({"w": jnp.zeros((1, 4))})
+    with jax.numpy_dtype_promotion("standard"):
+        for small in (1e-4, 1e-4, 0.0):
+            updates, state = tx.update({"w": jnp.array([[1.0, small, -1.0, 1.0]])}, state)
+    assert np.abs(updates["w"]).max() < 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((4096,), 0), ((64, 64), 1), ((64, 128), 0), ((128, 64), 1), ((3, 3, 64, 128), 2), ((3, 3, 64, 64), 3)],
+)
+def test_blocks_run_along_a_dim_that_zero_does_not_split(shape, expected):
+    assert block_dim(shape) == expected
+    dim, _ = choose_dim(shape, 0, (None,) * len(shape), DEVICES)
+    assert (dim == expected) == (len(shape) == 1)
+
+
+def collectives(shapes: dict[str, tuple[int, ...]], stacks: dict[str, int]) -> dict[str, list[str]]:
+    """The result shapes of the collectives of the update's program on 8 devices, placed as the plan says, by kind."""
+    config = make_config({"zero": {"stage": 1}, "optimizer": {"name": "adamw8bit"}})
+    params = {path: AbstractParam(shape, "float32", stacks.get(path, 0)) for path, shape in shapes.items()}
+    tx, mesh = make_optimizer(config.optimizer, 10, params), make_mesh(config.mesh, jax.devices()[:DEVICES])
+    plan = make_plan(params, dict(mesh.shape), config.zero, config.precision, tx)
+
+    def placed(leaf):
+        sharding = jax.sharding.NamedSharding(mesh, leaf.spec)
+        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=sharding)
+
+    weights, state = map_leaves(placed, dict(plan.weights)), map_leaves(placed, plan.optimizer)
+    out = jax.tree.map(lambda x: x.sharding, (weights, state))
+    with jax.numpy_dtype_promotion("standard"):
+        text = jax.jit(tx.update, out_shardings=out).lower(weights, state, weights).compile().as_text()
+    found = re.findall(r"= \(?(\w+\[[\d,]*\])\S* (all-[a-z]+|reduce-scatter|collective-permute)", text)
+    return {kind: [shape for shape, other in found if other == kind] for _, kind in found}
+
+
+def test_the_update_of_split_moments_needs_no_collectives():
+    """A scale lies where its codes do, and a block on one device."""
+    shapes = {"square": (256, 256), "tall": (1024, 300), "wide": (300, 1024), "layers": (2, 384, 256)}
+    assert collectives(shapes, {"layers": 1}) == {}
+
+
+def test_blocks_along_the_split_dim_cost_gathers_of_scales_alone():
+    found = collectives({"v": (65536,)}, {})
+    assert found == {"all-gather": ["f32[256]"] * 2}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_device_keeps_two_bytes_an_element_and_scales(stage):
+    """The row "8-bit Adam + fp32 master": 2 + 2 + 4 + 2 bytes and 8 / 256 of scales, split over 8 devices."""
+    config = {"zero": {"stage": stage}, "precision": "bf16", "optimizer": {"name": "adamw8bit"}}
+    size = 256 * 512
+    model = jzero.Function(lambda key: {"w": jax.random.normal(key, (512, 256))}, lambda params, x: x @ params["w"])
+    engine = jzero.initialize(model, lambda model, batch: jnp.mean(model(batch)), None, config)
+    engine.step(np.ones((8, 512), np.float32).astype(jnp.bfloat16))
+    state = engine.state
+    assert toys.bytes_a_device(state.opt_state) == (2 * size + 2 * 4 * size // 256) // DEVICES + 2 * 4
+    assert toys.bytes_a_device(state.master) == 4 * size // DEVICES
+    assert toys.bytes_a_device(state.params) == 2 * size // (DEVICES if stage == 3 else 1)
+    assert engine.plan.bytes_per_device()["optimizer"] == toys.bytes_a_device((state.opt_state, state.master))
+
+
+@pytest.mark.slow
+def test_it_learns_as_adamw_does():
+    """300 steps of a small decoder, every array of 8 bits that has two elements or more."""
+    losses = {}
+    moments = {"adamw": optax.scale_by_adam(), "adamw8bit": scale_by_adam8bit(0.9, 0.999, 1e-8, min_elements=2)}
+    for name, tx in moments.items():
+        optimizer = optax.chain(tx, optax.add_decayed_weights(0.1), optax.scale(-3e-3))
+        engine = jzero.initialize(toys.listed_decoder, toys.token_loss, optimizer, {}, jax.devices()[:1])
+        losses[name] = [float(engine.step(toys.token_batch(16, i))["loss"]) for i in range(300)]
+        assert isinstance(engine.state.opt_state[0], Adam8bitState) == (name == "adamw8bit")
+    begin, end = losses["adamw"][0], {name: np.mean(values[-30:]) for name, values in losses.items()}
+    print(begin, end)
+    assert losses["adamw"] != losses["adamw8bit"]
+    assert end["adamw"] < 0.5 * begin
+    assert end["adamw8bit"] < 1.03 * end["adamw"]
