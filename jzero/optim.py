@@ -9,7 +9,6 @@ from optax import contrib
 
 from jzero.adam8bit import scale_by_adam8bit
 from jzero.config import OptimizerConfig
-from jzero.errors import ConfigError
 from jzero.paths import matching
 from jzero.plan import AbstractParam
 from jzero.schedules import make_schedule
@@ -29,13 +28,24 @@ class Settings(NamedTuple):
 
 
 def settings_by_path(config: OptimizerConfig, params: Mapping[str, AbstractParam]) -> dict[str, Settings]:
-    """What holds for each parameter, by path. Matrices and more decay, not vectors, biases or norm scales, nor stacks
-    of them."""
+    """What holds for each parameter, by path: of the last of `config.groups` that matches it, else of all.
+
+    Without a group's word matrices and more decay, not vectors, biases or norm scales, nor stacks of them.
+
+    Raises:
+        ConfigError: a pattern that matches no parameter, with the nearest paths.
+    """
 
     def decays(path: str, param: AbstractParam) -> bool:
         return len(param.shape) - param.stack_ndim >= 2 and path.rsplit("/", 1)[-1] not in NOT_DECAYED
 
-    return {path: Settings(1.0, config.weight_decay if decays(path, p) else 0.0) for path, p in params.items()}
+    usual = {path: config.weight_decay if decays(path, p) else 0.0 for path, p in params.items()}
+    settings = {path: Settings(1.0, decay) for path, decay in usual.items()}
+    for number, group in enumerate(config.groups):
+        for path in matching(f"optimizer.groups[{number}].match", group.match, params):
+            decay = usual[path] if group.weight_decay is None else group.weight_decay
+            settings[path] = Settings(group.learning_rate_factor, decay)
+    return settings
 
 
 def make_optimizer(
@@ -49,19 +59,8 @@ def make_optimizer(
     keeps no buffer.
 
     Raises:
-        ConfigError: adam with weight decay, nesterov without momentum, a pattern that matches nothing, or a fault of
-            the schedule.
+        ConfigError: a pattern that matches nothing, or a fault of the schedule.
     """
-    if config.name == "adam" and config.weight_decay:
-        raise ConfigError(
-            f"optimizer.weight_decay = {config.weight_decay}: means two things with optimizer.name = adam; "
-            "choose adamw, which decays apart from the gradient, or drop it"
-        )
-    if config.name == "sgd" and config.nesterov and not config.momentum:
-        raise ConfigError(
-            f"optimizer.nesterov = true: looks ahead along optimizer.momentum = {config.momentum}; "
-            "raise that above 0, or drop nesterov"
-        )
     schedule, settings = make_schedule(config, num_steps), settings_by_path(config, params)
     optimizer = optax.chain(
         *_directions(config, params, _decay(settings)),

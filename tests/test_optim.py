@@ -77,6 +77,20 @@ def test_learning_rate_by_count(fields, num_steps, expected):
         ({"schedule": "inverse_sqrt", "decay_steps": 3}, r"decay_steps = 3: not read by"),
         ({"name": "adam", "weight_decay": 0.1}, r"optimizer\.weight_decay = 0\.1.*adamw"),
         (
+            {"name": "adam", "groups": [{"match": ["*"]}, {"match": ["*"], "weight_decay": 0.1}]},
+            r"optimizer\.groups\[1\]\.weight_decay = 0\.1.*adamw",
+        ),
+        ({"groups": [{"weight_decay": 0.1}]}, r"optimizer\.groups\[0\]\.match = \[\]: give patterns"),
+        (
+            {"groups": [{"match": ["*"], "learning_rat_factor": 2}]},
+            r"optimizer\.groups\[0\]\.learning_rat_factor = 2: unknown key; did you mean .*learning_rate_factor",
+        ),
+        ({"name": "schedule_free", "schedule": "cosine"}, r"schedule = cosine.*set optimizer\.schedule: constant"),
+        ({"name": "schedule_free", "b1": 0.0}, r"optimizer\.b1 = 0\.0.*raise it"),
+        ({"name": "lion", "eps": 1e-6}, r"optimizer\.eps = 1e-06: not read by optimizer\.name = lion"),
+        ({"name": "adafactor", "b2": 0.9}, r"optimizer\.b2 = 0\.9: not read by optimizer\.name = adafactor"),
+        ({"muon_exclude": ["head"]}, r'muon_exclude = \["head"\]: not read by optimizer\.name = adamw'),
+        (
             {"name": "sgd", "nesterov": True, "momentum": 0.0},
             r"optimizer\.nesterov.*optimizer\.momentum = 0\.0",
         ),
@@ -213,6 +227,20 @@ def test_each_name_has_the_numbers_of_optax(name, fields, reference):
         np.testing.assert_allclose(p, theirs[path], rtol=1e-5, atol=1e-6, err_msg=path)
 
 
+def test_a_name_brings_defaults_of_its_own_which_any_word_overrides():
+    defaults = {name: OptimizerConfig(name=name) for name in [*BY_NAME, "adamw8bit"]}
+    changed = {name: config.model_dump(exclude_defaults=True) for name, config in defaults.items()}
+    assert {name: fields for name, fields in changed.items() if len(fields) > 1} == {
+        "lion": {"name": "lion", "b2": 0.99},
+        "lamb": {"name": "lamb", "eps": 1e-6},
+        "adagrad": {"name": "adagrad", "eps": 1e-7},
+        "adafactor": {"name": "adafactor", "momentum": 0.0},
+        "muon": {"name": "muon", "momentum": 0.95, "nesterov": True},
+        "schedule_free": {"name": "schedule_free", "schedule": "constant"},
+    }
+    assert OptimizerConfig(name="lion", b2=0.95).b2 == 0.95
+
+
 def test_every_name_but_the_one_of_jzero_has_a_row():
     assert {*BY_NAME, "adamw8bit"} == {*get_args(OptimizerConfig.model_fields["name"].annotation)}
 
@@ -283,6 +311,45 @@ def test_matrices_decay_and_vectors_do_not():
     assert decayed == {"embed/embedding", "layers/mlp/kernel", "conv/kernel", "bias_proj/kernel"}
     unstacked = settings_by_path(config, abstract(shapes))
     assert unstacked["layers/gate"].weight_decay, "without the stack dims a stack of vectors passes for a matrix"
+
+
+def test_groups_set_parameters_apart_and_the_last_that_matches_holds():
+    shapes = {"layers/up/kernel": (2, 8, 16), "layers/up/bias": (2, 16), "layers/norm/scale": (2, 8), "head": (8, 51)}
+    params = abstract(shapes, {path: 1 for path in shapes if path.startswith("layers/")})
+    groups = [
+        {"match": ["layers/*"], "learning_rate_factor": 0.5},
+        {"match": ["*/bias", "*norm*"], "weight_decay": 0.3},
+        {"match": ["head"], "weight_decay": 0.0, "learning_rate_factor": 2.0},
+    ]
+    config = OptimizerConfig(weight_decay=0.1, learning_rate=0.1, schedule="constant", groups=groups)
+    assert settings_by_path(config, params) == {
+        "layers/up/kernel": (0.5, 0.1),
+        "layers/up/bias": (1.0, 0.3),
+        "layers/norm/scale": (1.0, 0.3),
+        "head": (2.0, 0.0),
+    }
+    gradients, start = [draw(shapes, seed) for seed in (1, 2)], draw(shapes, 0)
+    ours, _ = run(make_optimizer(config, 10, params), start, gradients)
+    for path, own in settings_by_path(config, params).items():
+        adamw = optax.adamw(0.1 * own.learning_rate_factor, weight_decay=own.weight_decay)
+        alone, _ = run(adamw, {path: start[path]}, [{path: g[path]} for g in gradients])
+        np.testing.assert_allclose(ours[path], alone[path], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        # transformers#18273: names that do not exist decayed everything.
+        ("*layernorm*", r"groups\[1\]\.match names '\*layernorm\*', which matches no parameter.*layers/norm/scale"),
+        ("layers/norm/weight", r"names 'layers/norm/weight', which matches no parameter. There are layers/norm/scale"),
+    ],
+)
+def test_a_group_that_matches_nothing_is_told_with_what_there_is(pattern, told):
+    groups = [{"match": ["*"]}, {"match": ["*/bias", pattern], "weight_decay": 0.0}]
+    with pytest.raises(ConfigError, match=told):
+        make_optimizer(
+            OptimizerConfig(groups=groups), 10, abstract({"layers/norm/scale": (8,), "layers/bias": (8,)})
+        )
 
 
 def test_muon_takes_the_matrices_that_are_no_embeddings():

@@ -19,6 +19,20 @@ _DEFAULTS: dict[Any, dict[str, Any]] = {
 _ADAM = ["adamw", "adam", "lamb", "muon", "schedule_free", "adamw8bit"]
 
 
+class GroupConfig(Section):
+    """Settings of the parameters that any of the patterns matches."""
+
+    path: ClassVar[str] = "optimizer.groups[]"
+
+    match: tuple[Text, ...] = ()  # patterns of paths, such as "layers/*/bias"; each has to match a parameter
+    learning_rate_factor: NonNegative = 1.0  # times the learning rate
+    weight_decay: NonNegative | None = None  # of every one of them; null: as without the group
+
+    def conflicts(self) -> Iterator[Fault]:
+        if not self.match:
+            yield Fault((f"{self.path}.match",), f"{self.path}.match = []: give patterns of paths, such as [*/bias]")
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
@@ -44,7 +58,8 @@ class OptimizerConfig(Section):
     momentum: Decay = 0.9  # sgd, muon (0.95), adafactor (0): decay of the momentum; 0: none kept, but by muon
     nesterov: Flag = False  # sgd, muon (true): look ahead
     muon_exclude: tuple[Text, ...] | None = None  # muon: path patterns left to Adam; null: *embed* and *lm_head*
-    weight_decay: NonNegative = 0.0  # decoupled decay, times the learning rate
+    weight_decay: NonNegative = 0.0  # decoupled decay, times the learning rate; of matrices that are no bias or scale
+    groups: tuple[GroupConfig, ...] = ()  # parameters with settings of their own; the last that matches holds
     clip_norm: Positive | None = 1.0  # largest global gradient norm; null: no clipping
 
     @classmethod
@@ -62,6 +77,21 @@ class OptimizerConfig(Section):
                 ("optimizer.boundaries", "optimizer.factors", "optimizer.warmup_steps"),
                 f"optimizer.boundaries = {shown(steps)}, optimizer.factors = {shown(factors)}: give as many of one as "
                 f"of the other, the steps rising and none before optimizer.warmup_steps = {self.warmup_steps}",
+            )
+        decays = {"optimizer.weight_decay": self.weight_decay}
+        decays |= {f"optimizer.groups[{i}].weight_decay": group.weight_decay for i, group in enumerate(self.groups)}
+        for field, decay in decays.items():
+            if self.name == "adam" and decay:
+                yield Fault(
+                    ("optimizer.name", field),
+                    f"{field} = {decay}: means two things with optimizer.name = adam; choose adamw, which decays apart "
+                    "from the gradient, or drop it",
+                )
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            yield Fault(
+                ("optimizer.nesterov", "optimizer.momentum"),
+                f"optimizer.nesterov = true: looks ahead along optimizer.momentum = {self.momentum}; raise that above "
+                "0, or drop nesterov",
             )
         if self.name == "schedule_free" and self.schedule != "constant":
             yield Fault(
