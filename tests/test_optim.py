@@ -347,9 +347,7 @@ def test_groups_set_parameters_apart_and_the_last_that_matches_holds():
 def test_a_group_that_matches_nothing_is_told_with_what_there_is(pattern, told):
     groups = [{"match": ["*"]}, {"match": ["*/bias", pattern], "weight_decay": 0.0}]
     with pytest.raises(ConfigError, match=told):
-        make_optimizer(
-            OptimizerConfig(groups=groups), 10, abstract({"layers/norm/scale": (8,), "layers/bias": (8,)})
-        )
+        make_optimizer(OptimizerConfig(groups=groups), 10, abstract({"layers/norm/scale": (8,), "layers/bias": (8,)}))
 
 
 def test_muon_takes_the_matrices_that_are_no_embeddings():

@@ -1,4 +1,4 @@
-"""Every optimizer of optax and optax.contrib: sharded, it trains as on one device, and its state is split."""
+"""Every optimizer of optax, of optax.contrib and of jzero: sharded, it trains as on one device, its state split."""
 
 import inspect
 from collections.abc import Callable
@@ -14,6 +14,10 @@ import toys
 from optax import contrib
 
 import jzero
+from jzero.adam8bit import scale_by_adam8bit
+from jzero.adapt import adapt
+from jzero.config import OptimizerConfig
+from jzero.optim import make_optimizer
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 STEPS, ROWS, DEVICES = 10, 24, 8
@@ -26,6 +30,11 @@ def by_name(name: str) -> optax.GradientTransformation:
     required = {name for name, p in parameters.items() if p.default is inspect.Parameter.empty}
     arguments: dict[str, Any] = {"learning_rate": 0.01} if "learning_rate" in required else {}
     return make(**arguments, **({"key": 0} if "key" in parameters else {}))
+
+
+def by_config(**fields: Any) -> optax.GradientTransformation:
+    """What a config's `optimizer` section makes for the perceptron."""
+    return make_optimizer(OptimizerConfig(learning_rate=0.01, **fields), STEPS, adapt(toys.mlp).params)
 
 
 OPTAX = (
@@ -53,11 +62,15 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "multi_transform": lambda: optax.multi_transform(
         {"a": optax.adam(0.01), "b": optax.sgd(0.01)}, {path: "a" if "up" in path else "b" for path in PATHS}
     ),
+    "adamw8bit": lambda: optax.chain(scale_by_adam8bit(0.9, 0.999, 1e-8, min_elements=1), optax.scale(-0.01)),
+    "name: lamb": lambda: by_config(name="lamb", weight_decay=0.1),
+    "name: muon": lambda: by_config(name="muon", weight_decay=0.1),
+    "name: schedule_free": lambda: by_config(name="schedule_free", warmup_steps=2),
     "chain": lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.add_noise(0.01, 0.5, 0), optax.adam(0.01)),
 }
 PATHS = ("down/bias", "down/kernel", "up/bias", "up/kernel")
 # The rest is slow.
-BY_DEFAULT = ("adafactor", "lamb", "contrib.muon", "MultiSteps")
+BY_DEFAULT = ("adafactor", "lamb", "name: muon", "adamw8bit", "MultiSteps")
 
 
 def train(name: str, stage: int, devices: int) -> tuple[jzero.Engine, np.ndarray]:
@@ -90,6 +103,7 @@ def test_sharded_it_trains_as_on_one_device(name, stage):
     for array in jax.tree.leaves(engine.state.opt_state):
         assert array.addressable_shards[0].data.size < array.size or array.size <= 1, array.shape
     held = [toys.bytes_a_device(e.state.opt_state) for e in (reference, engine)]
+    print(f"| {name} | {held[0]:,} | {held[1]:,} |")
     assert f"| {name} | {held[0]:,} | {held[1]:,} |" in README
 
 
