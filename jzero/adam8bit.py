@@ -109,7 +109,8 @@ def block_dim(shape: tuple[int, ...]) -> int:
     """The dim that blocks run along: the second largest (of two equal ones the later), or the only one.
 
     It follows from the shape alone, so numbers do not depend on placement. ZeRO usually splits the largest dim (ties:
-    the first): then every block lies on one device whole.
+    the first): then every block lies on one device whole. Where it splits this one, an update costs a reduction or a
+    gather of arrays as small as the scales.
     """
     return sorted(range(len(shape)), key=lambda d: -shape[d])[min(1, len(shape) - 1)]
 

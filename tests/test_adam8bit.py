@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import toys
+from jax.sharding import PartitionSpec
 
 import jzero
 from jzero.adam8bit import Adam8bitState, block_dim, code_map, dequantise, quantise, scale_by_adam8bit
@@ -129,8 +130,39 @@ def test_blocks_run_along_a_dim_that_zero_does_not_split(shape, expected):
     assert (dim == expected) == (len(shape) == 1)
 
 
-def collectives(shapes: dict[str, tuple[int, ...]], stacks: dict[str, int]) -> dict[str, list[str]]:
-    """The result shapes of the collectives of the update's program on 8 devices, placed as the plan says, by kind."""
+WRAPPERS = {
+    "alone": lambda tx: tx,
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "own": True, "v": False}),
+    "multi_transform": lambda tx: optax.multi_transform(
+        {"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "own": "a", "v": "b"}
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_scales_lie_with_their_codes(wrapper):
+    """Padded and split as those, but for the dim of the blocks, whatever the model itself does there."""
+    params = {
+        "w": AbstractParam((301, 1030), "float32"),
+        "own": AbstractParam((4, 256, 1024), "float32", 1, (None, "tensor")),
+        "v": AbstractParam((9000,), "float32"),
+    }
+    sizes, config = {"replica": 1, "data": 4, "tensor": 2}, make_config({"zero": {"stage": 1}})
+    tx = WRAPPERS[wrapper](scale_by_adam8bit(0.9, 0.999, 1e-8, num_stack_dims={"own": 1}))
+    leaves = jax.tree.leaves(make_plan(params, sizes, config.zero, config.precision, tx).optimizer)
+    placed = {leaf.path[leaf.path.index("mu/") :]: leaf for leaf in leaves if "mu/" in leaf.path}
+    found = {path: (leaf.stored_shape, leaf.spec) for path, leaf in placed.items() if "/v" not in path}
+    assert found == {
+        "mu/w/codes": ((301, 1032), PartitionSpec(None, ("data",))),
+        "mu/w/scales": ((2, 1032), PartitionSpec(None, ("data",))),
+        "mu/own/codes": ((4, 256, 1024), PartitionSpec(None, "tensor", ("data",))),
+        "mu/own/scales": ((4, 1, 1024), PartitionSpec(None, None, ("data",))),
+    }
+
+
+def collectives(shapes: dict[str, tuple[int, ...]], stacks: dict[str, int]) -> list[tuple[str, str]]:
+    """The collectives in the update's program on 8 devices, placed as the plan says: kind and shape of the result."""
     config = make_config({"zero": {"stage": 1}, "optimizer": {"name": "adamw8bit"}})
     params = {path: AbstractParam(shape, "float32", stacks.get(path, 0)) for path, shape in shapes.items()}
     tx, mesh = make_optimizer(config.optimizer, 10, params), make_mesh(config.mesh, jax.devices()[:DEVICES])
@@ -144,19 +176,20 @@ def collectives(shapes: dict[str, tuple[int, ...]], stacks: dict[str, int]) -> d
     out = jax.tree.map(lambda x: x.sharding, (weights, state))
     with jax.numpy_dtype_promotion("standard"):
         text = jax.jit(tx.update, out_shardings=out).lower(weights, state, weights).compile().as_text()
-    found = re.findall(r"= \(?(\w+\[[\d,]*\])\S* (all-[a-z]+|reduce-scatter|collective-permute)", text)
-    return {kind: [shape for shape, other in found if other == kind] for _, kind in found}
+    found = re.findall(r" = (\(?[a-z0-9]+\[.*?) (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", text)
+    return sorted((kind, shape) for result, kind in found for shape in re.findall(r"[a-z0-9]+\[[\d,]*\]", result))
 
 
 def test_the_update_of_split_moments_needs_no_collectives():
     """A scale lies where its codes do, and a block on one device."""
     shapes = {"square": (256, 256), "tall": (1024, 300), "wide": (300, 1024), "layers": (2, 384, 256)}
-    assert collectives(shapes, {"layers": 1}) == {}
+    assert collectives(shapes, {"layers": 1}) == []
 
 
-def test_blocks_along_the_split_dim_cost_gathers_of_scales_alone():
-    found = collectives({"v": (65536,)}, {})
-    assert found == {"all-gather": ["f32[256]"] * 2}
+def test_blocks_along_the_split_dim_cost_collectives_of_scales_alone():
+    """257 does not divide over 8, so 128 is split, which blocks run along; of a vector there is one dim only."""
+    assert collectives({"embedding": (257, 128)}, {}) == [("all-reduce", "f32[257,1]")] * 2
+    assert collectives({"vector": (65536,)}, {}) == [("all-gather", "f32[256]")] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 3])

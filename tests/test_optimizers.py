@@ -1,6 +1,7 @@
 """Every optimizer of optax, of optax.contrib and of jzero: sharded, it trains as on one device, its state split."""
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -11,15 +12,19 @@ import numpy as np
 import optax
 import pytest
 import toys
+import yaml
 from optax import contrib
 
 import jzero
 from jzero.adam8bit import scale_by_adam8bit
 from jzero.adapt import adapt
-from jzero.config import OptimizerConfig
-from jzero.optim import make_optimizer
+from jzero.config import OptimizerConfig, load_config, make_config
+from jzero.models import build_model
+from jzero.optim import make_optimizer, settings_by_path
+from jzero.trainer import language_model_loss
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 STEPS, ROWS, DEVICES = 10, 24, 8
 
 
@@ -103,13 +108,47 @@ def test_sharded_it_trains_as_on_one_device(name, stage):
     for array in jax.tree.leaves(engine.state.opt_state):
         assert array.addressable_shards[0].data.size < array.size or array.size <= 1, array.shape
     held = [toys.bytes_a_device(e.state.opt_state) for e in (reference, engine)]
-    print(f"| {name} | {held[0]:,} | {held[1]:,} |")
     assert f"| {name} | {held[0]:,} | {held[1]:,} |" in README
 
 
 def test_the_readme_lists_no_other():
     listed = [line.split("|")[1].strip() for line in README.splitlines() if line.count("|") == 4 and line[-3].isdigit()]
     assert [name for name in listed if name in MAKERS] == list(MAKERS)
+
+
+# optimizer.name -> the fields that the README's table of the quickstart is made with, beside the config's own.
+LISTED = {
+    "adamw": {},
+    "adamw8bit": {},
+    "muon": {},
+    "adafactor": {"learning_rate": 0.1},
+    "lion": {"learning_rate": 6e-4, "weight_decay": 0.5},
+    "lamb": {"learning_rate": 0.01},
+    "schedule_free": {"schedule": "constant"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LISTED)
+def test_the_readme_has_the_bytes_of_the_quickstart_at_stage_1(name):
+    overrides = [f"optimizer.{field}={value}" for field, value in LISTED[name].items()]
+    config = load_config(ROOT / "configs/quickstart.yaml", ["zero.stage=1", f"optimizer.name={name}", *overrides])
+    engine = jzero.initialize(build_model(config.model, 257), language_model_loss, None, config)
+    held = toys.bytes_a_device(engine.state.opt_state)
+    both = toys.bytes_a_device(engine.state.params) + engine.plan.bytes_per_device()["gradients"] + held
+    row = f"| `{name}` | {config.optimizer.learning_rate:g} | {held:,} | {both:,} |"
+    print(row)
+    assert row in README
+
+
+def test_the_readmes_groups_are_what_they_seem():
+    (example,) = re.findall(r"^```yaml\n(optimizer:.*?)^```$", README, re.M | re.S)
+    config = make_config(yaml.safe_load(example))
+    settings = settings_by_path(config.optimizer, adapt(build_model(config.model, 257)).params)
+    assert settings["embed_tokens/embedding"] == settings["lm_head/kernel"] == (1.0, 0.0)
+    assert settings["layers/mlp/up_proj/kernel"] == (0.5, 0.1)
+    assert settings["layers/input_layernorm/scale"] == (0.5, 0.0)
+    assert settings["norm/scale"] == (1.0, 0.0)
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
