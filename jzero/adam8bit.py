@@ -13,6 +13,7 @@ import optax
 # the sign, and into twice as many for the second. A code stands for the middle of its cell; the topmost for 1, so that
 # a block's largest magnitude is kept as it is and does not shrink from step to step.
 _DECADES = 7
+_SHORTEST = 32  # elements of a block
 
 
 def _magnitudes(signed: bool) -> np.ndarray:
@@ -106,13 +107,15 @@ def scale_by_adam8bit(
 
 
 def block_dim(shape: tuple[int, ...]) -> int:
-    """The dim that blocks run along: the second largest (of two equal ones the later), or the only one.
+    """The dim that blocks run along: the second largest (of two equal ones the later), unless it is so short that the
+    scales would weigh; then the largest.
 
     It follows from the shape alone, so numbers do not depend on placement. ZeRO usually splits the largest dim (ties:
     the first): then every block lies on one device whole. Where it splits this one, an update costs a reduction or a
     gather of arrays as small as the scales.
     """
-    return sorted(range(len(shape)), key=lambda d: -shape[d])[min(1, len(shape) - 1)]
+    largest, *others = sorted(range(len(shape)), key=lambda d: -shape[d])
+    return others[0] if others and shape[others[0]] >= _SHORTEST else largest
 
 
 def quantise(x: jax.Array, dim: int, block_size: int, *, signed: bool) -> Quantised:
@@ -139,7 +142,7 @@ def dequantise(x: Quantised, dim: int, *, signed: bool) -> jax.Array:
 
 
 def _cells(parts: jax.Array, signed: bool) -> jax.Array:
-    """The number of the cell that each part (0 to 1) lies in, int32. Computed, for a search costs 20 times as much."""
+    """The number of the cell that each part (0 to 1) lies in, int32. Computed: a search costs ten times as much."""
     first = 1 if signed else 2
     decade = sum((parts >= 10.0**-n).astype(jnp.int32) for n in range(1, _DECADES))
     count = jnp.left_shift(first, decade)

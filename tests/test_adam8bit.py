@@ -113,21 +113,30 @@ def test_an_update_is_adams_of_the_moments_at_rest():
 def test_an_element_whose_gradient_stops_does_not_run_away():
     """Its second moment is too small for 8 bits beside the block's largest, its first moment is not."""
     tx = scale_by_adam8bit(0.9, 0.999, 1e-8, min_elements=1)
-    state = tx.init({"w": jnp.zeros((1, 4))})
+    state = tx.init({"w": jnp.zeros(4)})
     with jax.numpy_dtype_promotion("standard"):
         for small in (1e-4, 1e-4, 0.0):
-            updates, state = tx.update({"w": jnp.array([[1.0, small, -1.0, 1.0]])}, state)
+            updates, state = tx.update({"w": jnp.array([1.0, small, -1.0, 1.0])}, state)
     assert np.abs(updates["w"]).max() < 2
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((4096,), 0), ((64, 64), 1), ((64, 128), 0), ((128, 64), 1), ((3, 3, 64, 128), 2), ((3, 3, 64, 64), 3)],
+    ("shape", "blocks", "split"),
+    [
+        ((64, 64), 1, 0),
+        ((64, 128), 0, 1),
+        ((128, 64), 1, 0),
+        ((3, 3, 64, 128), 2, 3),
+        ((3, 3, 64, 64), 3, 2),
+        # The one dim there is, and the one that is long enough.
+        ((4096,), 0, 0),
+        ((4096, 1), 0, 0),
+        ((31, 200), 1, 1),
+    ],
 )
-def test_blocks_run_along_a_dim_that_zero_does_not_split(shape, expected):
-    assert block_dim(shape) == expected
-    dim, _ = choose_dim(shape, 0, (None,) * len(shape), DEVICES)
-    assert (dim == expected) == (len(shape) == 1)
+def test_blocks_run_along_a_dim_that_zero_does_not_split(shape, blocks, split):
+    assert block_dim(shape) == blocks
+    assert choose_dim(shape, 0, (None,) * len(shape), DEVICES)[0] == split
 
 
 WRAPPERS = {
@@ -205,6 +214,25 @@ def test_a_device_keeps_two_bytes_an_element_and_scales(stage):
     assert toys.bytes_a_device(state.master) == 4 * size // DEVICES
     assert toys.bytes_a_device(state.params) == 2 * size // (DEVICES if stage == 3 else 1)
     assert engine.plan.bytes_per_device()["optimizer"] == toys.bytes_a_device((state.opt_state, state.master))
+
+
+def test_a_checkpoint_goes_on_at_another_stage_on_another_number_of_devices(tmp_path):
+    """Padded codes and scales on 8 devices, others on 2."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 61)).astype(np.float32)}
+    model = jzero.Function(lambda key: {"w": jax.random.normal(key, (61, 99)) / 8}, lambda params, x: x @ params["w"])
+    loss = lambda model, batch: jnp.mean(jnp.square(model(batch["x"]) - 1))
+    config = {"optimizer": {"name": "adamw8bit", "schedule": "constant"}}
+    one = jzero.initialize(model, loss, None, config | {"zero": {"stage": 3}}, jax.devices())
+    losses = [float(one.step(batch)["loss"]) for _ in range(3)]
+    one.save(tmp_path / "checkpoints")
+    other = jzero.initialize(model, loss, None, config | {"zero": {"stage": 1}}, jax.devices()[:2])
+    other.restore(tmp_path / "checkpoints")
+    codes, moved = (engine.state.opt_state[0].mu["w"].codes for engine in (one, other))
+    assert codes.shape != moved.shape
+    np.testing.assert_array_equal(codes[:61, :99], moved[:61, :99])
+    losses += [float(engine.step(batch)["loss"]) for engine in (one, other, one, other)]
+    assert losses[3::2] == pytest.approx(losses[4::2], rel=1e-5)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow

@@ -248,7 +248,7 @@ def test_every_name_but_the_one_of_jzero_has_a_row():
 @pytest.mark.parametrize("name", [*BY_NAME, "adamw8bit"])
 def test_a_layer_of_a_stack_moves_as_a_layer_of_its_own(name):
     """Norms, factored moments, orthogonalisation and blocks of 8 bits are a layer's."""
-    shapes = {"layers/w": (2, 130, 136), "layers/b": (2, 7), "head": (6, 10)}
+    shapes = {"layers/w": (2, 130, 136), "layers/b": (2, 2500), "head": (6, 10)}
     stacked = abstract(shapes, {"layers/w": 1, "layers/b": 1})
     apart = lambda tree: (
         {"head": tree["head"]} | {f"{p}/{i}": tree[p][i] for p in shapes if p != "head" for i in (0, 1)}
