@@ -60,7 +60,7 @@ def train(engine: jzero.Engine, batch: Any, held_back: Any, name: str) -> None:
 def main() -> None:
     config: dict[str, Any] = {"zero": {"stage": 3, "min_shard_elements": 64}, "runtime": {"fake_devices": 8}}
     base = jzero.initialize(lambda rngs: Classifier(0, rngs), loss, optax.adam(1e-3), config)
-    digits = load_digits()
+    digits: Any = load_digits()
     images, labels = (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
 
     def rows(images: np.ndarray, part: slice) -> dict[str, np.ndarray]:

@@ -14,16 +14,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.adapt import adapt
 from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
+from jzero.elementwise import assert_drivable, is_elementwise
 from jzero.errors import ConfigError, ModelError
 from jzero.grads import Loss, make_grad_fn
 from jzero.gradstats import norm_groups
+from jzero.leaf import map_leaves
 from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model
-from jzero.optim import assert_drivable, decay_mask, is_elementwise, make_optimizer, make_schedule
-from jzero.plan import Plan, make_plan, map_leaves, trainable
+from jzero.optim import averaged_weights, make_optimizer
+from jzero.plan import Plan, make_plan, trainable
 from jzero.rounding import widened
 from jzero.runtime import start
-from jzero.state import TrainState, plan_tree, shardings
+from jzero.schedules import make_schedule
+from jzero.state import TrainState, plan_tree, shardings, weights_of
 from jzero.step import make_eval_step, make_train_step
 from jzero.usepoint import UsePoint, use_points
 
@@ -52,10 +55,8 @@ def prepare(
         _assert_only_clips(config.optimizer)
         assert_drivable(optimizer, {p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in trained.items()})
     else:
-        stacks = {path: p.stack_ndim for path, p in trained.items()}
-        mask = decay_mask(stacks, {path: p.shape for path, p in trained.items()})
         schedule = make_schedule(config.optimizer, config.train.num_steps)
-        optimizer = make_optimizer(config.optimizer, config.train.num_steps, mask)
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps, trained)
     plan = make_plan(
         adapted.params,
         dict(mesh.shape),
@@ -122,27 +123,34 @@ class Blueprint:
         params_of = partial(self.params_of, averaged=averaged)
         return make_eval_step(self.model, self.loss, self.points, self.mesh, num_micro_batches, params_of)
 
-    def params_of(self, state: TrainState, averaged: bool) -> dict[str, Any]:
-        """The parameters that a model reads, as they lie at rest. averaged: those trained from their moving average."""
-        if not averaged:
-            return state.params
-        return state.params | {
-            path: jax.lax.with_sharding_constraint(
-                state.ema[path].astype(leaf.dtype), NamedSharding(self.mesh, leaf.spec)
-            )
-            for path, leaf in self.plan.params.items()
-            if path in state.ema
-        }
+    def averaged(self, state: TrainState) -> dict[str, Any] | None:
+        """The averaged weights, in stored shapes: their moving average, or what a schedule-free optimizer means to be
+        used; None where there are none."""
+        return state.ema or averaged_weights(state.opt_state, weights_of(state, self.plan))
 
-    def lower_step(self, batch: Any) -> jax.stages.Lowered:
-        """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
-        state = map_leaves(
+    @cached_property
+    def has_average(self) -> bool:
+        return bool(jax.eval_shape(self.averaged, self.abstract_state()))
+
+    def params_of(self, state: TrainState, averaged: bool) -> dict[str, Any]:
+        """The parameters that a model reads, as they lie at rest. averaged: those trained from their average."""
+        average = (self.averaged(state) if averaged else None) or {}
+        at_rest = {path: NamedSharding(self.mesh, self.plan.params[path].spec) for path in average}
+        narrow = {path: x.astype(self.plan.params[path].dtype) for path, x in average.items()}
+        return state.params | jax.lax.with_sharding_constraint(narrow, at_rest)
+
+    def abstract_state(self) -> TrainState:
+        """The state in shapes and placements only."""
+        return map_leaves(
             lambda leaf, placement: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=placement),
             plan_tree(self.plan),
             shardings(self.plan, self.mesh),
         )
+
+    def lower_step(self, batch: Any) -> jax.stages.Lowered:
+        """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
-        return self.train_step(self.micro_batches(batch)).lower(state, shapes)
+        return self.train_step(self.micro_batches(batch)).lower(self.abstract_state(), shapes)
 
     def micro_batches(self, batch: Any) -> int:
         """How many micro-batches a batch is cut into. Raises ConfigError for rows that do not divide, or are not those

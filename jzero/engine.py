@@ -76,8 +76,8 @@ class Engine:
 
     @property
     def has_average(self) -> bool:
-        """Whether there are averaged weights to evaluate: `train.ema_decay` keeps a moving average."""
-        return bool(self.plan.ema)
+        """Whether there are averaged weights: `train.ema_decay`, or a schedule-free optimizer."""
+        return self._blueprint.has_average
 
     def evaluate(self, batch: Any, *, averaged: bool = False) -> Metrics:
         """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics).
@@ -118,7 +118,7 @@ class Engine:
         true shapes, on the host."""
         self._assert_average(averaged)
         state = self._live_state
-        weights = state.params | state.master | (state.ema if averaged else {})
+        weights = state.params | state.master | ((self._blueprint.averaged(state) if averaged else None) or {})
         return {path: leaf.cut(np.asarray(weights[path])) for path, leaf in self.plan.params.items()}
 
     def model(self, *, averaged: bool = False) -> Any:
@@ -206,7 +206,9 @@ class Engine:
 
     def _assert_average(self, averaged: bool) -> None:
         if averaged and not self.has_average:
-            raise ConfigError("train.ema_decay = null: keeps no averaged weights; set it, to 0.999 say.")
+            raise ConfigError(
+                "train.ema_decay = null: keeps no averaged weights; set it, to 0.999 say, or be schedule-free"
+            )
 
     def _settled(self, result: Any) -> Any:
         """A program's result, on CPUs only once it is there. A loop that reads no results piles up programs, and with

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from jzero.leaf import LeafPlan
 from jzero.paths import matching
-from jzero.plan import LeafPlan
 
 _LOWEST, _HIGHEST = -40, 8  # powers of two: float32 gradients of averaged losses seldom leave them
 

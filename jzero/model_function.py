@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import ModelError
+from jzero.leaf import AbstractParam
 from jzero.model_api import RNG, Arrays, abstract_key, fold_in
 from jzero.paths import matching
-from jzero.plan import AbstractParam
 from jzero.usepoint import gather
 
 

@@ -6,96 +6,20 @@ plans a 64-device job on a laptop.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
 from jzero.config import LossScaleConfig, PrecisionConfig, ZeroConfig
 from jzero.errors import ConfigError, PlanError
+from jzero.leaf import AbstractParam, Entry, LeafPlan, axis_extent, axis_names
 from jzero.loss_scale import init_loss_scale
 from jzero.paths import matching
 from jzero.rounding import widened
-
-Entry = str | tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class AbstractParam:
-    """A parameter before it exists.
-
-    shape: true shape, leading stack dims of scanned layers included. dtype: as the model creates it.
-    stack_ndim: how many leading dims are layer stacks; ZeRO never splits those.
-    spec: the model's own placement over mesh axes, one entry a dim (empty: none); it stays, ZeRO goes on top.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    stack_ndim: int = 0
-    spec: tuple[Entry, ...] = ()
-
-
-@dataclass(frozen=True)
-class LeafPlan:
-    """One array of the state: its true and stored shape, dtype, placement and the reason for it.
-
-    dim is the dimension ZeRO splits in some tree of this leaf (and pads, where stored_shape exceeds shape), else None.
-    zero_axes are the mesh axes it is split over *in this tree*; empty means whole.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
-    dtype: Any
-    own_spec: tuple[Entry, ...]
-    dim: int | None
-    zero_axes: tuple[str, ...]
-    reason: str
-
-    @property
-    def spec(self) -> PartitionSpec:
-        entries = list(self.own_spec)
-        if self.zero_axes and self.dim is not None:
-            entries[self.dim] = self.zero_axes
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
-
-    @property
-    def own_axes(self) -> set[str]:
-        """The mesh axes that the model itself splits the leaf over."""
-        return {axis for entry in self.own_spec for axis in _names(entry)}
-
-    @property
-    def whole(self) -> "LeafPlan":
-        """The same leaf with only the model's own axes: what compute sees before padding is cut off."""
-        return replace(self, zero_axes=())
-
-    @property
-    def padded(self) -> bool:
-        return self.shape != self.stored_shape
-
-    def bytes_per_device(self, axis_sizes: Mapping[str, int]) -> int:
-        elements = math.prod(self.stored_shape)
-        for entry in self.spec:
-            elements //= _extent(entry, axis_sizes)
-        return elements * self.dtype.itemsize
-
-    def pad(self, array: Any) -> Any:
-        """True shape to stored shape, zeros beyond; numpy in, numpy out."""
-        if not self.padded:
-            return array
-        xp = np if isinstance(array, np.ndarray) else jnp
-        return xp.pad(array, [(0, s - n) for n, s in zip(self.shape, self.stored_shape, strict=True)])
-
-    def cut(self, array: Any) -> Any:
-        """Stored shape to true shape."""
-        return array[tuple(slice(0, n) for n in self.shape)] if self.padded else array
 
 
 @dataclass(frozen=True)
@@ -248,11 +172,6 @@ def stored_dtype(declared: Any, wanted: str | None) -> Any:
     return jnp.dtype(wanted) if wanted and jnp.issubdtype(declared, jnp.floating) else jnp.dtype(declared)
 
 
-def map_leaves(f: Callable[..., Any], plans: Any, *trees: Any) -> Any:
-    """tree.map over a tree of LeafPlans and trees of its structure."""
-    return jax.tree.map(f, plans, *trees, is_leaf=lambda x: isinstance(x, LeafPlan))
-
-
 def choose_dim(
     shape: Sequence[int], stack_ndim: int, own_spec: Sequence[Entry], count: int
 ) -> tuple[int, tuple[int, ...]] | None:
@@ -281,7 +200,7 @@ def _place(
     filled in later. Axes that the model's own spec has taken are not used again."""
     whole = _unsplit(path, shape, None, "", own_spec)
     gathered, min_elements = math.prod(shape[stack_ndim:]), zero.min_shard_elements
-    count = _extent(_unused(axes, whole), axis_sizes)
+    count = axis_extent(_unused(axes, whole), axis_sizes)
     if not axes:
         return replace(whole, reason="whole: nothing to split over")
     if count == 1:
@@ -330,7 +249,7 @@ def _own_spec(path: str, param: AbstractParam, axis_sizes: Mapping[str, int]) ->
     spec = param.spec + (None,) * (len(param.shape) - len(param.spec))
     seen = set()
     for dim, entry in enumerate(spec):
-        for axis in _names(entry):
+        for axis in axis_names(entry):
             if axis not in axis_sizes:
                 raise PlanError(
                     f"{path}: dim {dim} names axis {axis!r}, which the mesh has not. "
@@ -342,10 +261,10 @@ def _own_spec(path: str, param: AbstractParam, axis_sizes: Mapping[str, int]) ->
                     f"model's own sharding is {param.spec}. Leave one of them out."
                 )
             seen.add(axis)
-        if param.shape[dim] % _extent(entry, axis_sizes):
+        if param.shape[dim] % axis_extent(entry, axis_sizes):
             raise PlanError(
                 f"{path}: dim {dim} of size {param.shape[dim]} does not divide over {entry!r} of size "
-                f"{_extent(entry, axis_sizes)}, as the model's own {param.spec} asks. Change the size or the axis."
+                f"{axis_extent(entry, axis_sizes)}, as the model's own {param.spec} asks. Change the size or the axis."
             )
     return spec
 
@@ -358,15 +277,20 @@ def _plan_optimizer(
     zero: ZeroConfig,
     moments: str | None,
 ) -> Any:
-    """LeafPlans in the structure of the optax state: a leaf under its parameter's path and of its shape follows the
-    parameter, any other array is placed by its own shape, scalars stay whole. moments: dtype of its float arrays."""
+    """LeafPlans in the structure of the optax state.
+
+    An array under its parameter's path that has as many dims follows the parameter where it has the parameter's size
+    along the dim that is split: moments do, and the scales of blocks along another dim. Of the rest it takes what its
+    sizes share with the parameter's. Any other array is placed by its own shape; scalars stay whole. moments: the dtype
+    of float arrays.
+    """
     abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in weights.items()}
 
     def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> LeafPlan:
         # By path, not by optax.tree_map_params: that fails on masked states (measured: optax 0.2.8, contrib.muon).
         named = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey) and key.key in weights]
-        placed = weights[named[-1]] if named else None
-        if placed is None or placed.shape != leaf.shape:
+        placed = _follow(weights[named[-1]], leaf.shape) if named else None
+        if placed is None:
             placed = _place("", leaf.shape, 0, (None,) * len(leaf.shape), axes, axis_sizes, zero)
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         dtype = stored_dtype(leaf.dtype, moments) if moments and leaf.ndim else leaf.dtype
@@ -377,13 +301,18 @@ def _plan_optimizer(
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def _follow(param: LeafPlan, shape: tuple[int, ...]) -> LeafPlan | None:
+    """An array of that shape placed as its parameter, padding included; None where it has another size along the dim
+    that is split, or other dims."""
+    if len(shape) != len(param.shape):
+        return None
+    shared = [n == own for n, own in zip(shape, param.shape, strict=True)]
+    if not (all(shared) if param.dim is None else shared[param.dim]):
+        return None
+    stored = tuple(s if same else n for n, s, same in zip(shape, param.stored_shape, shared, strict=True))
+    own_spec = tuple(entry if same else None for entry, same in zip(param.own_spec, shared, strict=True))
+    return replace(param, shape=shape, stored_shape=stored, own_spec=own_spec)
+
+
 def _leaves(tree: Any) -> Iterator[LeafPlan]:
     return iter(jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LeafPlan)))
-
-
-def _names(entry: Entry) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _extent(entry: Entry, axis_sizes: Mapping[str, int]) -> int:
-    return math.prod(axis_sizes[axis] for axis in _names(entry))

@@ -6,7 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jzero.plan import LeafPlan, Plan
+from jzero.leaf import LeafPlan
+from jzero.plan import Plan
 
 _SHOWN = 8
 

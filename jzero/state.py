@@ -10,8 +10,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.errors import PlanError
+from jzero.leaf import LeafPlan, map_leaves
 from jzero.model_api import Model
-from jzero.plan import LeafPlan, Plan, map_leaves
+from jzero.plan import Plan
 from jzero.rounding import widened
 
 

@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jzero.config import LossScaleConfig
 from jzero.grads import make_loss_fn, split_batch
 from jzero.gradstats import gradient_stats
+from jzero.leaf import LeafPlan, map_leaves
 from jzero.loss_scale import update_loss_scale
-from jzero.plan import LeafPlan, Plan, map_leaves
+from jzero.plan import Plan
 from jzero.rounding import round_stochastically, widened
 from jzero.state import TrainState, shardings, weights_of
 

@@ -10,9 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero.checkpoint import ArrayTarget
 from jzero.errors import CheckpointError
+from jzero.leaf import LeafPlan
 from jzero.manifest import ArrayEntry, listing
 from jzero.paths import matching
-from jzero.plan import LeafPlan, Plan
+from jzero.plan import Plan
 from jzero.state import weight_shardings
 
 MODEL_STATE = "model_state/"

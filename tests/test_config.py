@@ -250,7 +250,7 @@ def test_an_unknown_key_is_refused_with_its_nearest_relative(tree, told):
         ),
         ("optimizer.clip_norm=0", "optimizer.clip_norm = 0: must be more than 0 or null, for example 1.0"),
         ("optimizer.b1=1", "optimizer.b1 = 1: must be less than 1, for example 0.9"),
-        ("optimizer.name=AdamW", "must be 'adamw', 'adam' or 'sgd'; did you mean adamw?"),
+        ("optimizer.name=AdamW", "'schedule_free' or 'adamw8bit'; did you mean adamw?"),
         ("zero.stage=4", "zero.stage = 4: must be 0, 1, 2 or 3, for example 3"),
         ("zero.stage=yes", "zero.stage = true: "),
         ("log.tensorboard='true'", 'log.tensorboard = "true": must be true or false; remove the quotes'),

@@ -122,11 +122,11 @@ def test_config_says_how_to_run_it(path):
 def test_llama_1b_takes_the_bytes_that_its_comment_says():
     path = REPOSITORY / "configs" / "llama_1b.yaml"
     config, told = load_config(path), comments(path)
-    optimizer = make_optimizer(config.optimizer, config.train.num_steps, None)
 
     def plan(num_devices: int, vocab_size: int) -> jzero.Plan:
         params = adapt(build_model(config.model, vocab_size)).params
         axes = axis_sizes(config.mesh, num_devices)
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps, params)
         return jzero.make_plan(params, axes, config.zero, config.precision, optimizer)
 
     for name, size in plan(8, 257).bytes_per_device().items():

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jzero.config import PrecisionConfig, ZeroConfig
 from jzero.errors import ConfigError
 from jzero.gradstats import HISTOGRAM_EDGES, gradient_stats, norm_groups
-from jzero.plan import AbstractParam, make_plan
+from jzero.leaf import AbstractParam
+from jzero.plan import make_plan
 
 SHAPES = {
     "embed/embedding": (129, 7),

@@ -387,9 +387,7 @@ def test_model_flops_are_those_of_its_matrix_products(tied):
     products = 3 * (4 * 64 * 32 + 3 * 64 * 96) + 64 * 100
     work = 6 * (products + norms) + 3 * 12 * 32 * 32
     assert tokens_at_peak(config, plan, "TPU v4") == pytest.approx(2 * 275e12 / work)
-    frozen = make_plan(
-        params, plan.axis_sizes, config.zero, config.precision, optax.sgd(0.1), frozen=["layers/mlp/*"]
-    )
+    frozen = make_plan(params, plan.axis_sizes, config.zero, config.precision, optax.sgd(0.1), frozen=["layers/mlp/*"])
     assert tokens_at_peak(config, frozen, "TPU v4") == pytest.approx(2 * 275e12 / (work - 2 * 3 * 3 * 64 * 96))
     assert tokens_at_peak(config, plan, "cpu") is None
     said = make_config({"log": {"peak_flops": 1e10, "flops_per_token": 1e4}})

@@ -22,8 +22,8 @@ from jzero.config import load_config
 from jzero.data import make_data
 from jzero.engine import Engine
 from jzero.grads import make_grad_fn
+from jzero.leaf import LeafPlan
 from jzero.models import build_model
-from jzero.plan import LeafPlan
 from jzero.trainer import language_model_loss
 
 REPOSITORY = Path(__file__).parent.parent

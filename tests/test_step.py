@@ -18,9 +18,9 @@ from jzero.blueprint import prepare
 from jzero.config import ModelConfig, make_config
 from jzero.errors import ModelError, UserError
 from jzero.jaxprs import equations
+from jzero.leaf import map_leaves
 from jzero.models import build_model
-from jzero.optim import make_schedule
-from jzero.plan import map_leaves
+from jzero.schedules import make_schedule
 from jzero.state import plan_tree
 
 ROWS = 24
