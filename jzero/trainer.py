@@ -17,10 +17,10 @@ from rich.console import Console
 
 from jzero.checkpoint import Checkpointer
 from jzero.config import Config, plan_batch
-from jzero.data import Data, make_data
+from jzero.data import Feed, OwnData, make_data
 from jzero.display import console_sink, say, summary_table
 from jzero.engine import Engine, initialize
-from jzero.errors import CheckpointError, NonFiniteError
+from jzero.errors import CheckpointError, DataError, NonFiniteError
 from jzero.loss import WeightedLoss, cross_entropy
 from jzero.manifest import clear_leftovers
 from jzero.mesh import make_mesh
@@ -33,8 +33,10 @@ from jzero.signals import StopSignal, stop_signals
 SAMPLE_TEMPERATURE = 0.8  # lively, yet short of noise, for a model of bytes
 
 
-def run_training(config: Config, console: Console | None = None) -> int:
+def run_training(config: Config, console: Console | None = None, *, data: OwnData | None = None) -> int:
     """Trains up to `train.num_steps`, going on from the run directory's newest checkpoint if there is one.
+
+    `data` takes the place of what the config's data section names, windows and batches aside.
 
     Start the runtime first (`jzero.runtime.start`). Returns the exit code: 0 when the run is complete, now or
     already; 128 plus its number after SIGINT or SIGTERM, with everything saved.
@@ -45,10 +47,10 @@ def run_training(config: Config, console: Console | None = None) -> int:
     console = console or Console()
     directory = open_run_directory(config.train.run_dir)
     with locked(directory):
-        return _run(config, console, directory)
+        return _run(config, console, directory, data)
 
 
-def _run(config: Config, console: Console, directory: RunDirectory) -> int:
+def _run(config: Config, console: Console, directory: RunDirectory, own: OwnData | None) -> int:
     mesh = make_mesh(config.mesh)
     batch = plan_batch(config.train, mesh.shape["replica"] * mesh.shape["data"])
     latest = find_start(config, directory)
@@ -56,8 +58,8 @@ def _run(config: Config, console: Console, directory: RunDirectory) -> int:
     if latest is not None and latest >= config.train.num_steps:
         say(console, f"already complete: {directory.checkpoint(latest)} of {config.train.num_steps} steps")
         return 0
-    data = make_data(config.data, seed=config.train.seed, batch_size=batch.global_batch_size)
-    model = build_model(config.model, data.tokenizer.vocab_size)
+    data = _make_feed(config, own, batch.global_batch_size)
+    model = build_model(config.model, data.vocab_size)
     engine = initialize(model=model, loss=language_model_loss, optimizer=None, config=config)
     console.print(engine.report(), soft_wrap=True)
     say(console, data.description)
@@ -71,10 +73,21 @@ def _run(config: Config, console: Console, directory: RunDirectory) -> int:
         return trainer.run()
 
 
+def _make_feed(config: Config, own: OwnData | None, batch_size: int) -> Feed:
+    if own is not None:
+        return own.batched(config, batch_size)
+    return make_data(config.data, seed=config.train.seed, batch_size=batch_size, vocab_size=config.model.vocab_size)
+
+
 def language_model_loss(model: Any, batch: dict[str, jax.Array]) -> WeightedLoss:
-    """Cross-entropy of each token given those before it; batch["tokens"] is int32 [B, T + 1]."""
+    """Cross-entropy of each token given those before it.
+
+    batch["tokens"] is int32 [B, T + 1]. Where the batch has them, batch["weights"], bool or float32 [B, T], says which
+    targets count, and "positions" and "segments", int32 [B, T], go to the model by name.
+    """
     tokens = batch["tokens"]
-    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    places = {name: batch[name] for name in ("positions", "segments") if name in batch}
+    return cross_entropy(model(tokens[:, :-1], **places), tokens[:, 1:], batch.get("weights"))
 
 
 @dataclass
@@ -99,7 +112,7 @@ class Trainer:
     console: Console
     directory: RunDirectory
     checkpointer: Checkpointer
-    data: Data
+    data: Feed
     engine: Engine
     batch_size: int
     progress: Progress = field(default_factory=Progress)
@@ -110,8 +123,8 @@ class Trainer:
         record, progress = restored.record, self.progress
         if record["data"] != self.data.fingerprint:
             raise CheckpointError(
-                f"the text that train.run_dir={self.config.train.run_dir!r} was trained on has changed; "
-                "bring the old text back, or name another train.run_dir to start anew with the new one"
+                f"the data that train.run_dir={self.config.train.run_dir!r} was trained on has changed; "
+                "bring the old data back, or name another train.run_dir to start anew with the new"
             )
         self.engine.load(restored.arrays)
         progress.step = progress.saved_at = restored.step
@@ -223,8 +236,15 @@ class Trainer:
     def _evaluate(self, writer: MetricWriter) -> None:
         batches = self.data.validation_batches(self.config.train.eval_batches)
         results = jax.device_get([self.engine.evaluate(batch) for batch in batches])
+        if not results:
+            return  # there is no validation data
         weight = sum(float(result["weight"]) for result in results)
         total = sum(float(result["loss"]) * float(result["weight"]) for result in results)
+        if weight == 0:
+            raise DataError(
+                f"the loss counts no target of {len(results)} validation batches: raise train.eval_batches or "
+                "data.validation_fraction, or put longer answers there"
+            )
         progress = self.progress
         progress.eval_loss, progress.evaluated_at = total / weight, progress.step
         writer.write({"step": progress.step, "eval_loss": progress.eval_loss})
@@ -266,11 +286,12 @@ class Trainer:
 
     def _summarise(self, throughput: Throughput) -> None:
         progress, placed = self.progress, self.engine.plan.bytes_per_device()
+        unigram = _number(self.data.unigram_loss)
         rows = {
             "steps": str(progress.step),
             "final train loss": _number(progress.train_loss),
             "validation loss": _number(progress.eval_loss),
-            "unigram baseline": f"{self.data.unigram_loss:.4f} on the same text",
+            "unigram baseline": unigram and f"{unigram} on the same text",
             "bytes per device": ", ".join(f"{tree} {human_bytes(size)}" for tree, size in placed.items()),
             "tokens per second": None if throughput.mean is None else f"{throughput.mean:,.0f}",
             "checkpoint": str(self.directory.checkpoint(progress.step)),
@@ -280,7 +301,7 @@ class Trainer:
 
     def _sample(self) -> str | None:
         train, tokenizer = self.config.train, self.data.tokenizer
-        if train.sample_tokens == 0:
+        if train.sample_tokens == 0 or tokenizer is None:
             return None
 
         def continue_text(model: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:

@@ -625,16 +625,20 @@ ORDER = [
     *("runtime", "mesh", "plan", "jaxprs", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("grads", "state", "step", "manifest", "checkpoint", "report", "engine"),
-    *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),
+    *("data.tokenizer", "data.documents", "data.paths", "data.rows", "data.ids", "data.sources"),
+    *("data.cache", "data.encode", "data.corpus", "data.windows", "data.pipeline", "data.own", "data.loader", "data"),
     *("rundir", "metrics", "display", "signals"),
     *("models.rotary", "models.layers", "models.llama", "models.build", "models.generate", "models"),
     *("trainer", "train", "bench"),
 ]
 HOMES = {
     "orbax": {"checkpoint"},
-    "grain": {"data.pipeline"},
+    "grain": {"data.pipeline", "data.own"},
     "tensorboardX": {"metrics"},
     "omegaconf": {"config.files"},
+    "tokenizers": {"data.tokenizer"},
+    "datasets": {"data.rows"},
+    "zstandard": {"data.paths"},
 }
 
 

@@ -99,6 +99,10 @@ def _yaml_traps(node: Any, path: str = "") -> Iterator[str]:
         lines[name] = line
         if value.id == "mapping":
             yield from _yaml_traps(value, name)
+        elif value.id == "sequence":
+            mappings = [(index, item) for index, item in enumerate(value.value) if item.id == "mapping"]
+            for index, item in mappings:
+                yield from _yaml_traps(item, f"{name}[{index}]")
         elif value.id == "scalar" and value.tag.endswith((":int", ":float")) and _MISREAD_NUMBER.fullmatch(value.value):
             yield f"{name} = {value.value} (line {line}): YAML reads this in base 8 or 60; write it plainly"
 

@@ -139,6 +139,9 @@ class Section(BaseModel):
         for name, section in subsections(cls).items():
             if name in values:
                 values[name] = section.model_validate(values[name], context=faults)
+        for name, section in section_lists(cls).items():
+            if isinstance(values.get(name), list | tuple):
+                values[name] = tuple(_items(section, values[name], faults))
         try:
             built = handler(values)
         except ValidationError as error:
@@ -157,6 +160,22 @@ class Section(BaseModel):
 def subsections(section: type[Section]) -> dict[str, type[Section]]:
     fields = {name: field.annotation for name, field in section.model_fields.items()}
     return {name: kind for name, kind in fields.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def section_lists(section: type[Section]) -> dict[str, type[Section]]:
+    """The fields that hold lists of sections. The path of such a section ends in [], where its number goes."""
+    kinds = {name: next(iter(get_args(field.annotation)), None) for name, field in section.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+def _items(section: type[Section], given: Iterable[Any], faults: list[Fault]) -> Iterator[Section]:
+    def numbered(text: str) -> str:
+        return text.replace(section.path, place)
+
+    for index, item in enumerate(given):
+        place, own = f"{section.path.removesuffix('[]')}[{index}]", []
+        yield section.model_validate(item, context=own)
+        faults += (Fault(tuple(map(numbered, fault.fields)), numbered(fault.text)) for fault in own)
 
 
 def unused(section: Section, users: Mapping[str, tuple[str, list[str]]]) -> Iterator[Fault]:
@@ -232,7 +251,7 @@ def _unknown(section: type[Section], name: str, value: Any) -> str:
 
 def nearest(section: type[Section], name: str) -> str | None:
     """What was most likely meant: the same name elsewhere, else a like name here, else one elsewhere."""
-    paths = [dotted(kind.path, field) for kind in Section.__subclasses__() for field in kind.model_fields]
+    paths = [dotted(kind.path, field) for kind in _kinds(Section) for field in kind.model_fields]
     if "." in name and name in paths:
         return name.replace(".", ": {", 1) + ": ...}"
     by_name = {path.rpartition(".")[2]: path for path in sorted(paths, key=lambda path: -path.count("."))}
@@ -242,3 +261,9 @@ def nearest(section: type[Section], name: str) -> str | None:
         return dotted(section.path, close[0])
     close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
     return by_name[close[0]] if close else None
+
+
+def _kinds(section: type[Section]) -> Iterator[type[Section]]:
+    for kind in section.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
