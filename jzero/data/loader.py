@@ -129,7 +129,8 @@ def make_data(
     for index, part in enumerate(parts):
         rows = max(MixingOrder(tuple(weights), seed).count(batch_size)[index], 1)
         _check_part(data, part, train[index], validation[index], rows, batch_size)
-    lines = [_describe(part, *windows) for part, *windows in zip(parts, train, validation, strict=True)]
+    shares = [f"{weight / sum(weights):.1%} " if len(parts) > 1 else "" for weight in weights]
+    lines = [s + _describe(part, *windows) for s, part, *windows in zip(shares, parts, train, validation, strict=True)]
     return Data(
         tokenizer=None if data.tokenizer is None else tokenizer,
         vocab_size=tokenizer.vocab_size,
@@ -190,6 +191,12 @@ def _check_part(data: DataConfig, part: _Part, train: Windows, validation: Windo
             f"needed. Give more text, raise data.validation_fraction={data.validation_fraction}, or lower "
             "data.sequence_length."
         )
+    for kind, windows in (("training", train), ("validation", validation)):
+        if windows.stream.num_counted == 0:
+            raise DataError(
+                f"{where}: the loss counts none of {windows.num_tokens:,} {kind} tokens, they are all of prompts. Give "
+                "more text, or change data.validation_fraction."
+            )
 
 
 def _describe(part: _Part, train: Windows, validation: Windows) -> str:

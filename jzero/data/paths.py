@@ -104,7 +104,8 @@ class _ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         while not self._content:
-            self._compressed = self._compressed or self._raw.read(1 << 14)
+            # Little at a time: what comes out may be thousands of times as long.
+            self._compressed = self._compressed or self._raw.read(1 << 10)
             if not self._compressed:
                 if self._current is not None:
                     raise EOFError("the compressed stream ends within a frame")

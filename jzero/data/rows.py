@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import glob
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ def _open_table(file: Path) -> Any:
         what = "needs the package datasets"
         raise path_error(file, what, "Run pip install 'jzero[data]', or use data.source=jsonl.") from None
     kind = {".parquet": "parquet", ".arrow": "arrow"}[file.suffix]
-    return datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True)
+    return datasets.load_dataset(kind, data_files=[glob.escape(str(file))], split="train", streaming=True)
 
 
 def _pieces(file: Path, row: Mapping[str, Any], fields: Fields, place: str) -> Document:
