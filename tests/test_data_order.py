@@ -1,14 +1,16 @@
 """Any source, any split of the work: one global sequence of samples. And mixtures: whose turn it is."""
 
 import hashlib
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import grain
 import numpy as np
 import pytest
 from corpora import load, make_source
 
-from jzero.config import Config, TrainConfig, plan_batch
+from jzero.config import Config, TrainConfig, load_config, plan_batch
 from jzero.data import Batch, Feed, OwnData
 from jzero.data.windows import MixingOrder
 
@@ -172,3 +174,11 @@ def test_the_fingerprint_changes_with_tokens_windows_and_order(corpora, change):
     assert load(corpora, fields, seed=4, batch_size=4).fingerprint == before
     CHANGES[change](fields)
     assert load(corpora, fields).fingerprint != before
+
+
+def test_the_mixture_in_the_readme_is_one(tmp_path):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(data:.*?)^```$", readme, re.M | re.S)
+    (tmp_path / "config.yaml").write_text(block)
+    data = load_config(tmp_path / "config.yaml").data
+    assert [part.weight for part in data.sources] == [0.7, 0.3]
