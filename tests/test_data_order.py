@@ -15,7 +15,7 @@ from jzero.data import Batch, Feed, OwnData
 from jzero.data.windows import MixingOrder
 
 SAMPLES, SHARDS = 96, 2
-KINDS = ("text", "jsonl", "answers", "tokens", "datasets", "synthetic", "mixture", "own")
+KINDS = ("text", "jsonl", "answers", "tokens", "datasets", "synthetic", "mixture", "own map", "own iter")
 
 
 def samples(batches: Iterable[Batch]) -> list[bytes]:
@@ -34,9 +34,11 @@ def own(index: int) -> dict[str, np.ndarray]:
 def feed(kind: str, folder, *, batch: dict, processes: int = 1, index: int = 0, workers: int = 0) -> Feed:
     """The data of a run with those fields of the config's train section."""
     size = plan_batch(TrainConfig(**batch), SHARDS).global_batch_size
-    if kind == "own":
+    if kind.startswith("own"):
         config = Config(data={"sequence_length": 8, "num_workers": workers}, model={"vocab_size": 300})
-        return OwnData(grain.MapDataset.range(50).shuffle(seed=3).map(own)).batched(config, size)
+        samples = grain.MapDataset.range(50).shuffle(seed=3).map(own)
+        given = samples if kind == "own map" else samples.repeat().to_iter_dataset()
+        return OwnData(given).batched(config, size, index, processes)
     fields = make_source(kind, folder / kind) | {"num_workers": workers}
     return load(folder, fields, batch_size=size, process_index=index, process_count=processes)
 
@@ -71,7 +73,6 @@ CASES = [
     pytest.param(kind, arm, marks=pytest.mark.slow if arm == "workers" and kind != "mixture" else ())
     for kind in KINDS
     for arm in ARMS
-    if not (kind == "own" and any("processes" in leg for leg in ARMS[arm]))  # the trainer is one process
 ]
 
 
@@ -87,6 +88,7 @@ def straight(corpora):
 
 def test_the_sequences_compared_below_differ_from_each_other_and_within(straight):
     assert straight["text"] == straight["jsonl"] == straight["tokens"] == straight["datasets"]
+    assert straight["own map"] == straight["own iter"]
     assert len({tuple(sequence) for sequence in straight.values()}) == 5
     for sequence in straight.values():
         assert len(sequence) == SAMPLES

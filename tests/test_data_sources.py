@@ -74,6 +74,8 @@ def test_a_folder_stands_for_its_files_of_known_suffix_at_any_depth_in_order(tmp
         file = tmp_path / "in" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(file, [{"text": f"<{name}>" * 20}])
+    (tmp_path / "in" / "b" / "round").symlink_to("..")
+    (tmp_path / "in" / "z.jsonl").symlink_to("b/2.jsonl")
     data = load(tmp_path, {"source": "jsonl", "paths": [str(tmp_path / "in")], "validation_fraction": 0.1})
     text = bytes(tokens(data)[tokens(data) < 256].astype(np.uint8)).decode()
     assert list(dict.fromkeys(re.findall("<(.*?)>", text))) == ["a.jsonl.gz", "b/2.jsonl", "b/c/3.jsonl"]

@@ -33,7 +33,8 @@ class OwnData:
 
     A sample is a dict of arrays: `tokens`, int32 [data.sequence_length + 1], and if you like `weights`, bool or float32
     [data.sequence_length], which targets the loss counts, and `segments` and `positions`, int32 of the same shape, to
-    keep attention within documents. A batch has the same with train.global_batch_size rows in front.
+    keep attention within documents. A batch has the same with train.global_batch_size rows in front; of several
+    processes each makes its own share of them, in the order of the processes.
 
     Without `validation` nothing is evaluated. `tokenizer` gives the vocabulary and writes the text at the end; without
     one, `model.vocab_size` must be set and nothing is written. `fingerprint` is a text of your choice that changes with
@@ -45,15 +46,20 @@ class OwnData:
     tokenizer: Tokenizer | None = None
     fingerprint: str = "the caller's"
 
-    def batched(self, config: Config, batch_size: int) -> Feed:
-        """The batches of a run. Raises ConfigError if nothing says how large the vocabulary is."""
+    def batched(self, config: Config, batch_size: int, process_index: int = 0, process_count: int = 1) -> Feed:
+        """The batches of a run, or one process's rows of them.
+
+        Raises ConfigError if nothing says how large the vocabulary is.
+        """
         size = config.model.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
         if size is None:
             raise ConfigError(
                 "model.vocab_size = null: the data brings no tokenizer along; set model.vocab_size to the number of "
                 "token ids, or give OwnData a tokenizer"
             )
-        batching = Batching(batch_size, 0, 1, config.data.num_workers, config.data.prefetch_batches)
+        batching = Batching(
+            batch_size, process_index, process_count, config.data.num_workers, config.data.prefetch_batches
+        )
         return _Own(self, size, config.data.sequence_length, batching)
 
 
@@ -99,15 +105,15 @@ class _Own:
             raise DataError(f"OwnData.validation holds no batch of train.global_batch_size={here.batch_size} rows")
 
     def _checked(self, batch: Batch, name: str) -> Batch:
-        rows, width = self.batching.batch_size, self.sequence_length + 1
+        rows, width = self.batching.own_rows, self.sequence_length + 1
         tokens = np.asarray(batch["tokens"]) if isinstance(batch, dict) and "tokens" in batch else None
         if tokens is None:
             kind = f"has {', '.join(map(str, batch))}" if isinstance(batch, dict) else f"is a {type(batch).__name__}"
             raise DataError(f"{name} {kind}: it must be a dict with tokens, int32 [{rows}, {width}]")
         if tokens.shape != (rows, width) or tokens.dtype != np.int32:
             raise DataError(
-                f"{name} holds tokens {tokens.dtype} {list(tokens.shape)}: train.global_batch_size={rows} and "
-                f"data.sequence_length={self.sequence_length} want int32 [{rows}, {width}]"
+                f"{name} holds tokens {tokens.dtype} {list(tokens.shape)}: train.global_batch_size and "
+                f"data.sequence_length want int32 [{rows}, {width}]"
             )
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()
@@ -122,17 +128,18 @@ def _batches(
         endless = given if len(given) >= sys.maxsize or not len(given) else given.repeat()
         return batching.batches(endless, start_sample=start_sample, num_batches=num_batches)
     if isinstance(given, grain.IterDataset):
-        return _stacked(iter(given), batching.batch_size, start_sample, num_batches)
+        return _stacked(iter(given), batching, start_sample, num_batches)
     return _closing(iter(given(start_sample)), num_batches)
 
 
 def _stacked(
-    samples: Iterator[Sample], batch_size: int, start_sample: int, num_batches: int
+    samples: Iterator[Sample], batching: Batching, start_sample: int, num_batches: int
 ) -> Generator[Batch, None, None]:
-    with closing(_closing(samples, start_sample + num_batches * batch_size)) as samples:
+    size, first = batching.batch_size, batching.process_index * batching.own_rows
+    with closing(_closing(samples, start_sample + num_batches * size)) as samples:
         rows = islice(samples, start_sample, None)
-        while len(block := list(islice(rows, batch_size))) == batch_size:
-            yield stack(block)
+        while len(block := list(islice(rows, size))) == size:
+            yield stack(block[first : first + batching.own_rows])
 
 
 def _closing(iterator: Iterator, limit: int) -> Generator:

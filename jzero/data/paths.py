@@ -25,7 +25,9 @@ def find_files(patterns: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     A folder stands for the files within, at any depth, that end in one of `suffixes`; hidden ones are left out.
     Raises DataError for what is missing, no plain file, or matches nothing.
     """
-    return sorted({Path(os.path.abspath(file)) for pattern in patterns for file in _expand(pattern, suffixes)})
+    files = sorted({Path(os.path.abspath(file)) for pattern in patterns for file in _expand(pattern, suffixes)})
+    # Links may lead to one file in two ways, and a folder back to itself.
+    return sorted({os.path.realpath(file): file for file in reversed(files)}.values())
 
 
 def describe_files(files: Sequence[Path]) -> list:

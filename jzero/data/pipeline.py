@@ -50,6 +50,11 @@ class Batching:
     num_workers: int
     prefetch_batches: int
 
+    @property
+    def own_rows(self) -> int:
+        """Rows of a batch that this process holds."""
+        return self.batch_size // self.process_count
+
     def batches(
         self, samples: grain.MapDataset[Sample], *, start_sample: int, num_batches: int
     ) -> Generator[Batch, None, None]:
@@ -59,7 +64,7 @@ class Batching:
         and processes.
         """
         samples = samples[start_sample : start_sample + num_batches * self.batch_size]
-        blocks = samples.batch(self.batch_size // self.process_count, batch_fn=stack)
+        blocks = samples.batch(self.own_rows, batch_fn=stack)
         own = blocks[self.process_index :: self.process_count]
         threads = grain.ReadOptions(
             num_threads=min(self.prefetch_batches, 1), prefetch_buffer_size=self.prefetch_batches
