@@ -31,11 +31,6 @@ def documents(data: Data) -> list[str]:
     return sorted(found)
 
 
-def jsonl_data(tmp_path: Path, *rows, name="a.jsonl", **fields) -> Data:
-    file = write_jsonl(tmp_path / name, list(rows))
-    return load(tmp_path, {"source": "jsonl", "paths": [str(file)], "sequence_length": 2} | fields)
-
-
 # --- what is read ---
 
 
@@ -141,7 +136,9 @@ def test_lines_of_any_length_are_cut_into_windows_and_every_token_is_accounted_f
     line = "".join(f"{i:07d}é" for i in range(560_000))
     lines = [line, "x" * length, "y" * (length + 1), ""]
     start = time.perf_counter()
-    data = jsonl_data(tmp_path, *({"text": text} for text in lines), sequence_length=length, validation_fraction=0.001)
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in lines])
+    fields = {"source": "jsonl", "paths": [str(file)], "sequence_length": length, "validation_fraction": 0.001}
+    data = load(tmp_path, fields)
     assert time.perf_counter() - start < 10  # two seconds; a quadratic pass over 5 MB takes hours
     total = sum(len(text.encode()) + 1 for text in lines)
     parts = *data.train, *data.validation
@@ -178,6 +175,7 @@ BAD_LINES = {
     "cut short": (b'{"text": "ab', ["not JSON at line 3, byte offset 51", "Unterminated string"]),
     "nothing JSON": ("é text".encode(), ["not JSON at line 3, byte offset 42"]),
     "broken behind é": ('{"text": "é" 5}'.encode(), ["not JSON at line 3, byte offset 56"]),
+    "indented": (b'  {"text": 5 5}', ["not JSON at line 3, byte offset 55"]),
     "NUL bytes": (b"\0" * 8, ["not JSON at line 3, byte offset 42"]),
     "NUL in text": (b'{"text": "a\0b"}', ["not JSON at line 3, byte offset 53", "control character"]),
     "no object": (b'["text"]', ["no JSON object at line 3, byte offset 42", '["text"]']),
@@ -195,17 +193,19 @@ BAD_LINES = {
 def test_a_bad_line_is_named_by_file_line_and_byte_or_skipped_and_counted(tmp_path, case):
     """N01"""
     line, facts = BAD_LINES[case]
-    rows = [*GOOD[:2], line, *GOOD[2:], line]
+    file = write_jsonl(tmp_path / "a.jsonl", [*GOOD[:2], line, *GOOD[2:], line])
+    fields = {"source": "jsonl", "paths": [str(file)], "sequence_length": 2}
     with pytest.raises(DataError) as caught:
-        jsonl_data(tmp_path, *rows)
+        load(tmp_path, fields)
     assert [fact for fact in ["data.paths", "a.jsonl", *facts] if fact not in str(caught.value)] == []
     for _ in range(2):  # tokenised, and from the cache
-        data = jsonl_data(tmp_path, *rows, on_error="skip")
+        data = load(tmp_path, fields | {"on_error": "skip"})
         assert "in 30 documents" in data.description
         assert f"2 skipped (data.on_error=skip), the first: {caught.value}" in data.description
         assert documents(data) == [row["text"] for row in GOOD]
+        assert len(list((tmp_path / "cache").iterdir())) == 5
     with pytest.raises(DataError):  # what was skipped once is not forgotten
-        jsonl_data(tmp_path, *rows)
+        load(tmp_path, fields)
 
 
 def spoilt(kind: str, tmp_path: Path) -> tuple[Path, str]:

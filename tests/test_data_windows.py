@@ -13,11 +13,7 @@ from jzero.trainer import language_model_loss
 FIELDS = {"prompt_field": "prompt", "answer_field": "answer"}
 
 
-def answers(tmp_path, **fields):
-    return load(tmp_path, make_source("answers", tmp_path / "in") | {"sequence_length": 12} | fields)
-
-
-def expected(part: Windows, within: bool) -> list[dict[str, list]]:
+def expected(part: Windows, weighted: bool, within: bool) -> list[dict[str, list]]:
     """Each window by walking over its tokens one by one."""
     tokens = part.stream.tokens.open().tolist()
     starts, counted_from = part.stream.documents.open().tolist()
@@ -28,7 +24,8 @@ def expected(part: Windows, within: bool) -> list[dict[str, list]]:
     for i in range(len(part)):
         places = range(i * part.sequence_length, (i + 1) * part.sequence_length)
         row = {"tokens": [tokens[t] for t in (*places, places.stop)]}
-        row["weights"] = [t + 1 >= counted_from[owner[t + 1]] for t in places]
+        if weighted:
+            row["weights"] = [t + 1 >= counted_from[owner[t + 1]] for t in places]
         if within:
             row["weights"] = [w and owner[t] == owner[t + 1] for w, t in zip(row["weights"], places, strict=True)]
             row["segments"] = [1 + owner[t] - owner[places[0]] for t in places]
@@ -37,13 +34,15 @@ def expected(part: Windows, within: bool) -> list[dict[str, list]]:
     return rows
 
 
+@pytest.mark.parametrize("kind", ["text", "answers"])
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("length", [1, 3, 12, 200])
-def test_windows_are_marked_as_a_walk_over_the_tokens_says(tmp_path, within, length):
-    data = answers(tmp_path, document_attention=within, sequence_length=length)
+def test_windows_are_marked_as_a_walk_over_the_tokens_says(tmp_path, kind, within, length):
+    fields = {"document_attention": within, "sequence_length": length}
+    data = load(tmp_path, make_source(kind, tmp_path / "in") | fields)
     for part in (*data.train, *data.validation):
         rows = [{name: array.tolist() for name, array in part[i].items()} for i in range(len(part))]
-        assert rows == expected(part, within)
+        assert rows == expected(part, kind == "answers" or within, within)
 
 
 def test_the_tail_that_validates_keeps_the_documents_and_what_counts(tmp_path):
