@@ -5,8 +5,8 @@ command: the parameters, the data and the rows in metrics.jsonl go on as if noth
 """
 
 import signal
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,33 +18,34 @@ from rich.console import Console
 
 from jzero.checkpoint import Checkpointer
 from jzero.config import Config, plan_batch
-from jzero.data import Data, make_data
-from jzero.display import console_sink, say, summary_table
+from jzero.data import Feed, OwnData, make_data
+from jzero.display import say, summary_table
 from jzero.engine import Engine, initialize
-from jzero.errors import CheckpointError, NonFiniteError, UserError
+from jzero.errors import CheckpointError, DataError, NonFiniteError, UserError
 from jzero.loss import WeightedLoss, cross_entropy
 from jzero.manifest import clear_leftovers, listing
 from jzero.mesh import make_mesh
 from jzero.metrics import Row, Sink
-from jzero.metrics.csv_file import CsvSink
 from jzero.metrics.flops import tokens_at_peak
-from jzero.metrics.jsonl import JsonlSink
 from jzero.metrics.profiler import ProfilerWindow
-from jzero.metrics.row_files import set_aside
-from jzero.metrics.tensorboard import TensorBoardSink
 from jzero.metrics.throughput import Throughput
-from jzero.metrics.weights_and_biases import WandbSink
 from jzero.metrics.writer import MetricWriter
-from jzero.models import build_model, generate
+from jzero.models import build_model
 from jzero.report import human_bytes
 from jzero.rundir import RunDirectory, assert_usable, find_start, locked, open_run_directory, write_config
+from jzero.sample import sample
 from jzero.signals import StopSignal, stop_signals
+from jzero.sinks import open_sinks
 
 SAMPLE_TEMPERATURE = 0.8  # lively, yet short of noise, for a model of bytes
 
 
-def run_training(config: Config, console: Console | None = None, sinks: Sequence[Sink] = ()) -> int:
+def run_training(
+    config: Config, console: Console | None = None, sinks: Sequence[Sink] = (), *, data: OwnData | None = None
+) -> int:
     """Trains up to `train.num_steps`, going on from the run directory's newest checkpoint if there is one.
+
+    `data` takes the place of what the config's data section names, windows and batches aside.
 
     Start the runtime first (`jzero.runtime.start`). Returns the exit code: 0 when the run is complete, now or
     already; 128 plus its number after SIGINT or SIGTERM, with everything saved.
@@ -60,10 +61,10 @@ def run_training(config: Config, console: Console | None = None, sinks: Sequence
             stack.callback(sink.close)
         directory = open_run_directory(config.train.run_dir)
         stack.enter_context(locked(directory))
-        return _run(config, console, directory, sinks)
+        return _run(config, console, directory, sinks, data)
 
 
-def _run(config: Config, console: Console, directory: RunDirectory, sinks: Sequence[Sink]) -> int:
+def _run(config: Config, console: Console, directory: RunDirectory, sinks: Sequence[Sink], own: OwnData | None) -> int:
     mesh = make_mesh(config.mesh)
     batch = plan_batch(config.train, mesh.shape["replica"] * mesh.shape["data"])
     latest = find_start(config, directory)
@@ -71,8 +72,8 @@ def _run(config: Config, console: Console, directory: RunDirectory, sinks: Seque
     if latest is not None and latest >= config.train.num_steps:
         say(console, f"already complete: {directory.checkpoint(latest)} of {config.train.num_steps} steps")
         return 0
-    data = make_data(config.data, seed=config.train.seed, batch_size=batch.global_batch_size)
-    model = build_model(config.model, data.tokenizer.vocab_size)
+    data = _make_feed(config, own, batch.global_batch_size)
+    model = build_model(config.model, data.vocab_size)
     engine = initialize(model=model, loss=language_model_loss, optimizer=None, config=config)
     console.print(engine.report(), soft_wrap=True)
     say(console, data.description)
@@ -88,10 +89,21 @@ def _run(config: Config, console: Console, directory: RunDirectory, sinks: Seque
         return trainer.run()
 
 
+def _make_feed(config: Config, own: OwnData | None, batch_size: int) -> Feed:
+    if own is not None:
+        return own.batched(config, batch_size)
+    return make_data(config.data, seed=config.train.seed, batch_size=batch_size, vocab_size=config.model.vocab_size)
+
+
 def language_model_loss(model: Any, batch: dict[str, jax.Array]) -> WeightedLoss:
-    """Cross-entropy of each token given those before it; batch["tokens"] is int32 [B, T + 1]."""
+    """Cross-entropy of each token given those before it.
+
+    batch["tokens"] is int32 [B, T + 1]. Where the batch has them, batch["weights"], bool or float32 [B, T], says which
+    targets count, and "positions" and "segments", int32 [B, T], go to the model by name.
+    """
     tokens = batch["tokens"]
-    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    places = {name: batch[name] for name in ("positions", "segments") if name in batch}
+    return cross_entropy(model(tokens[:, :-1], **places), tokens[:, 1:], batch.get("weights"))
 
 
 @dataclass
@@ -116,7 +128,7 @@ class Trainer:
     console: Console
     directory: RunDirectory
     checkpointer: Checkpointer
-    data: Data
+    data: Feed
     engine: Engine
     batch_size: int
     sinks: Sequence[Sink] = ()
@@ -128,8 +140,8 @@ class Trainer:
         record, progress = restored.record, self.progress
         if record["data"] != self.data.fingerprint:
             raise CheckpointError(
-                f"the text that train.run_dir={self.config.train.run_dir!r} was trained on has changed; "
-                "bring the old text back, or name another train.run_dir to start anew with the new one"
+                f"the data that train.run_dir={self.config.train.run_dir!r} was trained on has changed; "
+                "bring the old data back, or name another train.run_dir to start anew with the new"
             )
         self.engine.load(restored.arrays)
         progress.step = progress.saved_at = restored.step
@@ -170,9 +182,14 @@ class Trainer:
         at_peak = tokens_at_peak(self.config, self.engine.plan, jax.devices()[0].device_kind)
         throughput = Throughput(self.batch_size * self.config.data.sequence_length, tokens_at_peak=at_peak)
         traced = range(log.profile_start, log.profile_start + log.profile_steps) if log.profile_start else range(0)
+        leaves = list(self.engine.plan.gradients)
+        with assert_usable(self.directory):
+            write_config(self.directory, self.config)
         with (
-            self._open_sinks() as sinks,
-            closing(MetricWriter(sinks, throughput, list(self.engine.plan.gradients), log.every)) as writer,
+            open_sinks(self.config, self.directory, self.console, progress.step) as sinks,
+            closing(
+                MetricWriter([*sinks, *self.sinks], throughput, list(self.engine.plan.gradients), log.every)
+            ) as writer,
             closing(self.data.train_batches(progress.next_sample, num_steps - progress.step)) as batches,
             closing(ProfilerWindow(self.directory.path / "profile", traced)) as profiler,
             stop_signals() as stop,
@@ -262,18 +279,27 @@ class Trainer:
         )
 
     def _evaluate(self, writer: MetricWriter) -> None:
-        progress = self.progress
-        row: Row = {"step": progress.step, "eval_loss": self._validation_loss(averaged=False)}
+        progress, loss = self.progress, self._validation_loss(averaged=False)
+        if loss is None:
+            return  # there is no validation data
+        row: Row = {"step": progress.step, "eval_loss": loss}
         if self.engine.has_average:
             row["averaged_eval_loss"] = self._validation_loss(averaged=True)
         # The best checkpoint is the one whose averaged weights are best, where there are any.
-        progress.eval_loss, progress.evaluated_at = row.get("averaged_eval_loss", row["eval_loss"]), progress.step
+        progress.eval_loss, progress.evaluated_at = row.get("averaged_eval_loss", loss), progress.step
         writer.write(row)
 
-    def _validation_loss(self, *, averaged: bool) -> float:
+    def _validation_loss(self, *, averaged: bool) -> float | None:
         batches = self.data.validation_batches(self.config.train.eval_batches)
         results = jax.device_get([self.engine.evaluate(batch, averaged=averaged) for batch in batches])
+        if not results:
+            return None
         weight = sum(float(result["weight"]) for result in results)
+        if weight == 0:
+            raise DataError(
+                f"the loss counts no target of {len(results)} validation batches: raise train.eval_batches or "
+                "data.validation_fraction, or put longer answers there"
+            )
         return sum(float(result["loss"]) * float(result["weight"]) for result in results) / weight
 
     def _save(self, writer: MetricWriter) -> None:
@@ -297,70 +323,20 @@ class Trainer:
         )
         progress.saved_at = progress.step
 
-    @contextmanager
-    def _open_sinks(self) -> Iterator[list[Sink]]:
-        log, start, directory = self.config.log, self.progress.step, self.directory
-        jsonl, csv = directory.metrics, directory.path / "metrics.csv"
-        with ExitStack() as opened:
-
-            def opening(sink: Sink) -> Sink:
-                return opened.enter_context(closing(sink))
-
-            with assert_usable(directory):
-                write_config(directory, self.config)
-                for path in (jsonl, csv) if start == 0 else ():
-                    if aside := set_aside(path):
-                        told = f"no checkpoint goes with {path}: it is now {aside.name}, the run starts anew"
-                        say(self.console, told)
-                sinks = [opening(JsonlSink(jsonl, start))]
-                if log.csv:
-                    sinks.append(opening(CsvSink(csv, start)))
-                if log.tensorboard:
-                    sinks.append(opening(TensorBoardSink(directory.tensorboard, start)))
-                if log.wandb:
-                    shown = self.config.model_dump(mode="json")
-                    sinks.append(opening(WandbSink(log.wandb, directory.path, shown, start)))
-            num_steps = self.config.train.num_steps
-            sinks.append(opening(console_sink(self.console, start_step=start, num_steps=num_steps, every=log.every)))
-            yield [*sinks, *self.sinks]
-
     def _summarise(self, throughput: Throughput) -> None:
         progress, placed = self.progress, self.engine.plan.bytes_per_device()
+        unigram = _number(self.data.unigram_loss)
         rows = {
             "steps": str(progress.step),
             "final train loss": _number(progress.train_loss),
             "validation loss": _number(progress.eval_loss),
-            "unigram baseline": f"{self.data.unigram_loss:.4f} on the same text",
+            "unigram baseline": unigram and f"{unigram} on the same text",
             "bytes per device": ", ".join(f"{tree} {human_bytes(size)}" for tree, size in placed.items()),
             "tokens per second": None if throughput.mean is None else f"{throughput.mean:,.0f}",
             "checkpoint": str(self.directory.checkpoint(progress.step)),
-            "sample": self._sample(),
+            "sample": sample(self.engine, self.config, self.data.tokenizer),
         }
         self.console.print(summary_table(rows))
-
-    def _sample(self) -> str | None:
-        train, tokenizer = self.config.train, self.data.tokenizer
-        if train.sample_tokens == 0:
-            return None
-
-        def continue_text(model: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
-            return generate(
-                model,
-                tokens,
-                key,
-                num_tokens=train.sample_tokens,
-                sequence_length=self.config.data.sequence_length,
-                temperature=SAMPLE_TEMPERATURE,
-            )
-
-        prompt = tokenizer.encode(train.sample_prompt) if train.sample_prompt else [tokenizer.end_of_document]
-        tokens = self.engine.apply(
-            continue_text,
-            np.array([prompt], np.int32),
-            jax.random.key(train.seed),
-            averaged=self.engine.has_average,
-        )
-        return tokenizer.decode(np.asarray(tokens)[0])
 
 
 def _non_finite(row: Row) -> str:

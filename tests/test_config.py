@@ -154,6 +154,11 @@ def test_what_leads_nowhere_is_refused_by_name(write, text, told):
             "zero:\n  stage: 1\n  group: all\n  stage: 2\n",
             "zero.stage is given twice (lines 2 and 4)",
         ),
+        (
+            "c.yaml",
+            "data:\n  mixture:\n  - {}\n  - weight: 1\n    weight: 2\n",
+            "data.mixture[1].weight is given twice",
+        ),
         ("c.yaml", "zero: {}\nmesh: {}\nzero: {}\n", "zero is given twice (lines 1 and 3)"),
         ("c.yaml", "zero:\n  stage: [1, 2\n", "not valid YAML (line 3)"),
         ("c.yaml", "zero: {stage: 1}\n  mesh: 3\n", "not valid YAML (line 2)"),
@@ -217,6 +222,11 @@ def test_unreadable_files_are_named(tmp_path):
         ({"mesh": {"qqq": 1}}, "mesh.qqq = 1: unknown key; mesh has replica, data, tensor"),
         ({"qqq": {}}, "qqq = {}: unknown key; a config has model, data, mesh"),
         ({1: 2}, "1 = 2: unknown key"),
+        (
+            {"data": {"source": "mixture", "mixture": [{}, {"wight": 2}]}},
+            "data.mixture[1].wight = 2: unknown key; did you mean data.mixture[1].weight?",
+        ),
+        ({"data": {"source": "mixture", "mixture": [{"tokenizer": "a"}]}}, "did you mean data.tokenizer?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_its_nearest_relative(tree, told):
@@ -267,6 +277,10 @@ def test_an_unknown_key_is_refused_with_its_nearest_relative(tree, told):
             'runtime.xla_flags[0] = "xla_a": must be one flag such as --xla_dump_to=DIR',
         ),
         ("mesh.data=0", "mesh.data = 0: must be at least 1, or -1 for all the devices that remain"),
+        ("data={source: mixture, mixture: {a: 1}}", 'data.mixture = {"a": 1}: must be a list'),
+        ("data={source: mixture, mixture: [{}, 4]}", "data.mixture[1] = 4: must be a mapping, such as {source: ...}"),
+        ("data={source: mixture, mixture: [{}, {weight: 0}]}", "data.mixture[1].weight = 0: must be more than 0"),
+        ("data={source: mixture, mixture: [{source: text}]}", "data.mixture[0].paths = []: data.mixture[0].source ="),
         ("mesh=3", "mesh = 3: must be a mapping, such as {replica: ...}"),
         ("mesh=null", "mesh = null: must be a mapping, such as {replica: ...}"),
     ],
@@ -276,11 +290,15 @@ def test_a_wrong_value_is_told_with_path_value_and_remedy(override, told):
     assert told in line
 
 
+TEXT_FIELDS = ["run_dir", "sample_prompt", "cache_dir", "text_field", "prompt_field", "answer_field"]
+TEXT_FIELDS += ["tokenizer", "end_token", "start_from", "wandb"]
+
+
 @pytest.mark.parametrize("section", subsections(Config))
 def test_auto_reaches_no_arithmetic(section):
     """L03: 'auto' is a value where the field says so, else refused at load with the key's path."""
     for field, info in subsections(Config)[section].model_fields.items():
-        if info.default == "auto" or field in ("run_dir", "sample_prompt", "cache_dir", "start_from", "wandb"):
+        if info.default == "auto" or field in TEXT_FIELDS:
             continue  # auto is a choice here, or text like any other
         lines = faults(make_config, {section: {field: "auto"}})
         assert any(line.startswith(f'{section}.{field} = "auto": must be') for line in lines)
@@ -326,6 +344,7 @@ def test_whatever_a_field_is_given_the_answer_is_a_config_or_our_own_words(secti
     assert refused > 5
 
 
+JSONL, TOKENS = {"source": "jsonl", "paths": ["a"]}, {"source": "tokens", "paths": ["a"]}
 KV, HEADS = "num_key_value_heads", "num_attention_heads"
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
@@ -352,6 +371,29 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
             'data.paths = ["a"]: not read by data.source = stdlib; set data.source: text',
         ),
         ({"data": {"synthetic_tokens": 5}}, "data.synthetic_tokens = 5: not read by data.source = stdlib"),
+        ({"data": {"source": "mixture"}}, "data.mixture = []: data.source = mixture needs parts, such as data.mixture"),
+        ({"data": {"mixture": [{}]}}, "data.mixture: not read by data.source = stdlib; set data.source: mixture"),
+        (
+            {"data": {"source": "mixture", "mixture": [{}, {"source": "mixture"}]}},
+            "data.mixture[1].source = mixture: a mixture has no mixtures within",
+        ),
+        (
+            {"data": {"source": "jsonl", "paths": ["a"], "answer_field": "a"}},
+            "data.answer_field = a: needs data.prompt_field beside it",
+        ),
+        (
+            {"data": {**JSONL, "prompt_field": "q", "answer_field": "a", "text_field": "t"}},
+            "data.text_field = t: not read beside data.prompt_field",
+        ),
+        ({"data": {"dtype": "uint8"}}, 'data.dtype = "uint8": not read by data.source = stdlib; drop it'),
+        ({"data": {"tokenizer": None}, "model": {"vocab_size": 9}}, "data.tokenizer = null: data.source = stdlib is"),
+        ({"data": {**TOKENS, "tokenizer": None}}, "model.vocab_size = null: data.tokenizer = null has no vocabulary"),
+        (
+            {"data": {**TOKENS, "tokenizer": None, "end_token_id": 9}, "model": {"vocab_size": 9}},
+            "data.end_token_id = 9: must be less than model.vocab_size = 9",
+        ),
+        ({"data": {"end_token_id": 1}}, "data.end_token_id = 1: data.tokenizer = bytes has an end of its own"),
+        ({"data": {"end_token": "</s>"}}, 'data.end_token = </s>: not read by data.tokenizer = "bytes"'),
         (
             {"data": {"sequence_length": 4096}},
             "data.sequence_length = 4096: longer than model.max_position_embeddings = 2048",
@@ -428,6 +470,9 @@ def test_fields_that_contradict_each_other_are_told_with_both_numbers(tree, told
         {"data": {"source": "synthetic", "synthetic_tokens": 5}},
         {"data": {"source": "text", "paths": ["a", "b*"]}},
         {"log": {"profile_start": 300, "profile_steps": 5, "wandb": "team/project", "grad_norms": ["layers/*"]}},
+        {"data": {**JSONL, "prompt_field": "q", "answer_field": "a"}},
+        {"data": {**TOKENS, "tokenizer": None, "end_token_id": 8}, "model": {"vocab_size": 9}},
+        {"data": {**JSONL, "tokenizer": "tokenizer.json", "end_token": "</s>"}},
     ],
 )
 def test_neighbours_of_the_refused_are_accepted(tree):
@@ -546,6 +591,7 @@ def test_single_fields_override_a_preset_named_by_a_word(write):
         {"train": {"micro_batch_size": 4, "accumulation_steps": 2}},
         {"train": {"global_batch_size": 64, "accumulation_steps": 2}},
         {"optimizer": {"learning_rate": 1e-7, "clip_norm": None, "eps": 3e-30}},
+        {"data": {"source": "mixture", "mixture": [{"weight": 2}, {"source": "text", "paths": ["a"]}]}},
         {"runtime": {"fake_devices": 3, "xla_flags": ["--xla_a=1", "--xla_b"]}},
         *(
             {"train": {"sample_prompt": text}, "data": {"source": "text", "paths": [text]}}

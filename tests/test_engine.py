@@ -626,20 +626,24 @@ ORDER = [
     *("adam8bit", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("grads", "state", "step", "manifest", "checkpoint", "report", "blueprint", "warm_start", "engine"),
-    *("data.tokenizer", "data.sources", "data.cache", "data.corpus", "data.pipeline", "data.loader", "data"),
+    *("data.tokenizer", "data.documents", "data.paths", "data.rows", "data.ids", "data.sources"),
+    *("data.cache", "data.encode", "data.corpus", "data.windows", "data.pipeline", "data.own", "data.loader", "data"),
     *("rundir", "metrics.rows", "metrics", "metrics.row_files", "metrics.jsonl", "metrics.csv_file"),
     *("metrics.tensorboard", "metrics.weights_and_biases", "metrics.flops", "metrics.throughput", "metrics.memory"),
-    *("metrics.writer", "metrics.profiler", "metrics.plot", "metrics.__main__", "display", "signals"),
+    *("metrics.writer", "metrics.profiler", "metrics.plot", "metrics.__main__", "display", "signals", "sinks"),
     *("models.rotary", "models.layers", "models.decoder", "models.build", "models.generate", "models"),
-    *("trainer", "train", "bench"),
+    *("sample", "trainer", "train", "bench"),
 ]
 HOMES = {
     "orbax": {"checkpoint"},
-    "grain": {"data.pipeline"},
+    "grain": {"data.pipeline", "data.own"},
     "tensorboardX": {"metrics.tensorboard"},
     "wandb": {"metrics.weights_and_biases"},
     "matplotlib": {"metrics.plot"},
     "omegaconf": {"config.files"},
+    "tokenizers": {"data.tokenizer"},
+    "datasets": {"data.rows"},
+    "zstandard": {"data.paths"},
 }
 
 

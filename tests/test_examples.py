@@ -63,6 +63,19 @@ def test_examples_learn_to_what_they_promise(name, split, tmp_path):
     assert any(line.endswith(split) for line in lines)
 
 
+def test_text_by_a_hugging_face_tokenizer_learns_to_what_it_promises(tmp_path):
+    printed = "\n".join(run_example("hf_text.py", tmp_path))
+    told = (REPOSITORY / "examples" / "hf_text.py").read_text()
+    for name, pattern, tolerance in (
+        ("validation loss", r"validation loss is about ([\d.]+)", 0.15),
+        ("unigram baseline", r"unigram baseline of ([\d.]+)", 0.15),
+    ):
+        reached = re.search(rf"{name} +│ ([\d.]+)", printed)
+        promised = re.search(pattern, told)
+        assert float(reached[1]) == pytest.approx(float(promised[1]), abs=tolerance)
+    assert "library.jsonl: " in printed
+
+
 def test_digits_learns_and_restores(tmp_path):
     lines = run_example("digits.py", tmp_path)
     results = [tuple(map(float, re.search(r"loss ([\d.]+)  accuracy ([\d.]+)$", line).groups())) for line in lines]

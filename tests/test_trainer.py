@@ -329,7 +329,7 @@ def test_changed_text_is_not_gone_on_with(copy_of_straight, monkeypatch):
 
     def changed(*args, **kwargs):
         data = make(*args, **kwargs)
-        return SimpleNamespace(tokenizer=data.tokenizer, description=data.description, fingerprint="other")
+        return SimpleNamespace(vocab_size=data.vocab_size, description=data.description, fingerprint="other")
 
     monkeypatch.setattr(trainer_module, "make_data", changed)
     stub = SimpleNamespace(report=lambda: "", targets=dict)
@@ -338,7 +338,7 @@ def test_changed_text_is_not_gone_on_with(copy_of_straight, monkeypatch):
     monkeypatch.setattr(
         trainer_module.Checkpointer, "restore", lambda *_: SimpleNamespace(step=6, record=record, arrays={})
     )
-    with pytest.raises(CheckpointError, match=r"the text that .* was trained on has changed"):
+    with pytest.raises(CheckpointError, match=r"the data that .* was trained on has changed"):
         train(tiny(copy_of_straight, train={"num_steps": 9}))
 
 

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from jzero.config.batch import BatchPlan, batch_fault
-from jzero.config.data import DataConfig
+from jzero.config.data import DataConfig, MixtureConfig
 from jzero.config.files import read_tree, write_yaml
 from jzero.config.model import ModelConfig
 from jzero.config.optimizer import OptimizerConfig
@@ -26,6 +26,7 @@ __all__ = [
     "LogConfig",
     "LossScaleConfig",
     "MeshConfig",
+    "MixtureConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",
@@ -75,6 +76,18 @@ class Config(Section):
                 (f"loss_scale.{name}", "precision.compute", "precision.preset"),
                 f"loss_scale.{name} = {shown(value)}: only float16 needs a loss scale, and precision.compute = "
                 f"{self.precision.compute}; set precision: fp16, or drop it",
+            )
+        size, end = self.model.vocab_size, self.data.end_token_id
+        if self.data.tokenizer is None and size is None:
+            yield Fault(
+                ("model.vocab_size", "data.tokenizer"),
+                "model.vocab_size = null: data.tokenizer = null has no vocabulary to go by; set model.vocab_size to "
+                "the number of token ids",
+            )
+        if end is not None and size is not None and end >= size:
+            yield Fault(
+                ("data.end_token_id", "model.vocab_size"),
+                f"data.end_token_id = {end}: must be less than model.vocab_size = {size}",
             )
         platform = "cpu" if self.runtime.fake_devices else self.runtime.platform
         if self.model.attention == "cudnn" and platform in ("cpu", "tpu"):

@@ -1,5 +1,7 @@
-"""Text to batches: sources, cached token files, windows, and a Grain pipeline with a global position."""
+"""Documents to batches: sources, cached token files, windows, and a Grain pipeline with a global position."""
 
 from jzero.data.loader import Data, make_data
+from jzero.data.own import OwnData
+from jzero.data.pipeline import Batch, Feed
 
-__all__ = ["Data", "make_data"]
+__all__ = ["Batch", "Data", "Feed", "OwnData", "make_data"]

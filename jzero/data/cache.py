@@ -1,4 +1,4 @@
-"""Token files on disk: found by a digest, written whole or not at all, checked before they are believed."""
+"""Arrays on disk: found by a digest, written whole or not at all, checked before they are believed."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
-class TokenFile:
-    """An .npy of `num_tokens` token ids and the CRC-32 of their bytes."""
+class ArrayFile:
+    """An .npy of `shape` and the CRC-32 of its elements' bytes."""
 
     path: Path
-    num_tokens: int
+    shape: tuple[int, ...]
     dtype: str
     checksum: int
 
     def open(self) -> np.ndarray:
-        """The tokens, [num_tokens], memory-mapped and read-only."""
+        """The array, memory-mapped and read-only."""
         # As a plain array: slicing numpy's memmap class costs more than reading a window.
         return np.asarray(np.load(self.path, mmap_mode="r", allow_pickle=False))
 
     def check(self) -> None:
         """Raises DamagedError unless the file holds exactly what was written. Reads all of it."""
         try:
-            tokens = self.open()
+            array = self.open()
         except (OSError, ValueError, EOFError) as error:
             raise DamagedError(f"{self.path.name}: {error}") from error
-        if tokens.shape != (self.num_tokens,) or tokens.dtype != self.dtype:
+        if array.shape != self.shape or array.dtype != self.dtype:
             raise DamagedError(
-                f"{self.path.name}: {tokens.dtype} {tokens.shape}, not {self.dtype} ({self.num_tokens},)"
+                f"{self.path.name}: {array.dtype} {list(array.shape)}, not {self.dtype} {list(self.shape)}"
             )
         checksum = 0
-        for block in blocks(tokens):
+        for block in blocks(array.reshape(-1)):
             checksum = zlib.crc32(block.data, checksum)
         if checksum != self.checksum:
             raise DamagedError(f"{self.path.name}: checksum {checksum:08x}, not {self.checksum:08x}")
@@ -63,14 +63,14 @@ def digest(identity: Any) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
-def blocks(tokens: np.ndarray) -> Iterator[np.ndarray]:
-    """`tokens` in slices that are small enough to convert."""
-    return (tokens[start : start + _BLOCK_TOKENS] for start in range(0, len(tokens), _BLOCK_TOKENS))
+def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """A one-dimensional array in slices that are small enough to convert."""
+    return (array[start : start + _BLOCK_TOKENS] for start in range(0, len(array), _BLOCK_TOKENS))
 
 
-def write_tokens(path: Path, pieces: Iterable[np.ndarray], num_tokens: int, dtype: np.dtype) -> TokenFile:
-    """Writes the pieces, which hold `num_tokens` tokens of that dtype together, end to end."""
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_tokens,)}
+def write_array(path: Path, pieces: Iterable[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> ArrayFile:
+    """Writes the pieces, one-dimensional and of that dtype, end to end; together they fill `shape`."""
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     checksum = 0
     with replacing(path) as file:
         np.lib.format.write_array_header_1_0(file, header)
@@ -78,7 +78,7 @@ def write_tokens(path: Path, pieces: Iterable[np.ndarray], num_tokens: int, dtyp
             for block in blocks(piece):
                 file.write(block.data)
                 checksum = zlib.crc32(block.data, checksum)
-    return TokenFile(path, num_tokens, dtype.name, checksum)
+    return ArrayFile(path, shape, dtype.name, checksum)
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

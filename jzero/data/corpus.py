@@ -5,47 +5,67 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import warnings
+from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from jzero.data import cache
-from jzero.data.cache import TokenFile
-from jzero.data.sources import Source
-from jzero.data.tokenizer import ByteTokenizer
+from jzero.data.cache import ArrayFile
+from jzero.data.documents import Source
+from jzero.data.encode import encode
+from jzero.data.tokenizer import Tokenizer
 from jzero.errors import DataError
 
 # Counts up whenever the same input would give other files.
-_FORMAT = 1
+_FORMAT = 2
 _SPLITS = ("train", "validation")
 
-Ranges = list[list[int]]
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents end to end.
+
+    `tokens` is [number of tokens]; `documents` is int64 [2, number of documents]: where each starts, and the first
+    of its tokens that the loss counts. `num_counted` is the number of counted tokens.
+    """
+
+    tokens: ArrayFile
+    documents: ArrayFile
+    num_counted: int
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two token streams that share no token. In each, the end-of-document id follows every document.
+    """Two streams that share no token.
 
     `num_validation_documents` counts the whole documents set aside; 0 says that the stream's tail was cut off
-    instead. `unigram_loss` is in nats per token.
+    instead. `num_skipped` counts what could not be read and was left out, `first_skipped` is said of the first.
+    `unigram_loss` is in nats per counted token.
     """
 
-    train: TokenFile
-    validation: TokenFile
+    train: Stream
+    validation: Stream
     num_documents: int
     num_validation_documents: int
+    num_skipped: int
+    first_skipped: str
     unigram_loss: float
 
 
-def make_corpus(source: Source, tokenizer: ByteTokenizer, validation_fraction: float, directory: Path) -> Corpus:
+def make_corpus(
+    source: Source, tokenizer: Tokenizer, *, validation_fraction: float, skip: bool, directory: Path
+) -> Corpus:
     """The tokens of `source`: from `directory` if it holds them intact, else tokenised now and put there.
+
+    With `skip`, documents that cannot be read are left out and counted.
 
     Raises DataError if the source cannot be read or `directory` cannot be written.
     """
-    stem = directory / cache.digest([_FORMAT, source.identity, tokenizer.name, validation_fraction])
+    stem = directory / cache.digest([_FORMAT, source.identity, tokenizer.name, validation_fraction, skip])
     try:
         return _load(stem)
     except cache.DamagedError as error:
@@ -54,7 +74,7 @@ def make_corpus(source: Source, tokenizer: ByteTokenizer, validation_fraction: f
         pass  # Not there; or not readable, and then writing says why.
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        corpus = _build(source, tokenizer, validation_fraction, stem)
+        corpus = _build(source, tokenizer, validation_fraction, skip, stem)
         _save(corpus, stem)
     except OSError as error:
         raise DataError(
@@ -73,101 +93,163 @@ def choose_validation(lengths: np.ndarray, validation_fraction: float) -> np.nda
     """
     target = validation_fraction * lengths.sum()
     chosen, taken = np.zeros(len(lengths), bool), 0
-    for index in sorted(range(len(lengths)), key=lambda i: hashlib.sha256(b"%d" % i).digest()):
+    hashes = (int.from_bytes(hashlib.sha256(b"%d" % i).digest()[:8]) for i in range(len(lengths)))
+    order = np.argsort(np.fromiter(hashes, np.uint64, len(lengths)), kind="stable")
+    for index in order:
         if taken + lengths[index] <= target:
             chosen[index] = True
             taken += lengths[index]
     return chosen & (taken >= target / 2)
 
 
-def split_ranges(lengths: np.ndarray, chosen: np.ndarray, validation_fraction: float) -> tuple[Ranges, Ranges]:
-    """The (start, stop) ranges of the packed stream that train, and those that validate."""
-    stops = np.cumsum(lengths)
-    if chosen.any():
-        spans = np.stack([stops - lengths, stops], axis=1)
-        return spans[~chosen].tolist(), spans[chosen].tolist()
-    total = int(stops[-1])
-    cut = total - round(validation_fraction * total)
-    return [[0, cut]], [[cut, total]]
-
-
-def unigram_loss(train: np.ndarray, validation: np.ndarray, vocab_size: int) -> float:
+def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
     """Cross-entropy, in nats per token, of the validation tokens under the training tokens' frequencies.
 
-    Each id counts once more than it occurs (add-one smoothing). Both arrays are int [any length]; without
-    validation tokens the loss is 0.
+    Each id counts once more than it occurs (add-one smoothing). Both arrays are how often each id occurs, int
+    [vocabulary]; without validation tokens the loss is 0.
     """
-    seen, asked = _count(train, vocab_size), _count(validation, vocab_size)
-    log_probability = np.log((seen + 1) / (seen.sum() + vocab_size))
-    return float(-(asked * log_probability).sum() / max(asked.sum(), 1))
-
-
-def _count(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    counts = np.zeros(vocab_size, np.int64)
-    for block in cache.blocks(tokens):
-        counts += np.bincount(block, minlength=vocab_size)
-    return counts
+    log_probability = np.log((train + 1) / (train.sum() + len(train)))
+    return float(-(validation * log_probability).sum() / max(validation.sum(), 1))
 
 
 def _load(stem: Path) -> Corpus:
     record = cache.read_record(stem.with_name(f"{stem.name}.json"))
     for split in _SPLITS:
-        file = TokenFile(_tokens_path(stem, split), **record[split])
-        file.check()
-        record[split] = file
+        files = {name: _array_file(stem, split, name, record[split][name]) for name in ("tokens", "documents")}
+        for file in files.values():
+            file.check()
+        record[split] = Stream(**files, num_counted=record[split]["num_counted"])
     return Corpus(**record)
+
+
+def _array_file(stem: Path, split: str, name: str, record: dict[str, Any]) -> ArrayFile:
+    return ArrayFile(_array_path(stem, split, name), tuple(record["shape"]), record["dtype"], record["checksum"])
 
 
 def _save(corpus: Corpus, stem: Path) -> None:
     record = asdict(corpus)
     for split in _SPLITS:
-        del record[split]["path"]  # the directory may be moved
+        for name in ("tokens", "documents"):
+            del record[split][name]["path"]  # the directory may be moved
     cache.write_record(stem.with_name(f"{stem.name}.json"), record)
 
 
-def _tokens_path(stem: Path, split: str) -> Path:
-    return stem.with_name(f"{stem.name}-{split}.npy")
+def _array_path(stem: Path, split: str, name: str) -> Path:
+    return stem.with_name(f"{stem.name}-{split}-{name}.npy")
 
 
-def _build(source: Source, tokenizer: ByteTokenizer, validation_fraction: float, stem: Path) -> Corpus:
+def _build(source: Source, tokenizer: Tokenizer, validation_fraction: float, skip: bool, stem: Path) -> Corpus:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     with tempfile.TemporaryFile(dir=stem.parent) as file:
-        lengths = _tokenise(source, tokenizer, dtype, file)
-        chosen = choose_validation(lengths, validation_fraction)
+        documents, faults = _tokenise(source, tokenizer, dtype, skip, file)
+        chosen = choose_validation(documents.lengths, validation_fraction)
         packed = np.memmap(file, dtype, mode="r")
-        train, validation = (
-            cache.write_tokens(_tokens_path(stem, split), _cut(packed, ranges), _total(ranges), dtype)
-            for split, ranges in zip(_SPLITS, split_ranges(lengths, chosen, validation_fraction), strict=True)
+        parts = _split(documents, chosen, validation_fraction)
+        streams, occurrences = zip(
+            *(
+                _write(stem, split, packed, part, tokenizer.vocab_size)
+                for split, part in zip(_SPLITS, parts, strict=True)
+            ),
+            strict=True,
         )
     return Corpus(
-        train=train,
-        validation=validation,
-        num_documents=len(lengths),
+        *streams,
+        num_documents=len(documents.lengths),
         num_validation_documents=int(chosen.sum()),
-        unigram_loss=unigram_loss(train.open(), validation.open(), tokenizer.vocab_size),
+        num_skipped=faults.number,
+        first_skipped=faults.first,
+        unigram_loss=unigram_loss(*occurrences),
     )
 
 
-def _tokenise(source: Source, tokenizer: ByteTokenizer, dtype: np.dtype, file: BinaryIO) -> np.ndarray:
-    """Appends every document and its end to `file`; returns their lengths in tokens, int64."""
-    lengths = []
-    end = np.array([tokenizer.end_of_document], dtype).tobytes()
-    for document in source.documents():
-        length = 1
-        # Right for bytes; a tokenizer that merges characters would need the whole document.
-        for piece in document:
-            ids = tokenizer.encode(piece)
-            file.write(ids.astype(dtype).data)
-            length += len(ids)
-        file.write(end)
+@dataclass(frozen=True)
+class _Documents:
+    """Stretches of the packed file, int64 [number of documents] each: where they start, their length, and how many
+    of their first tokens the loss does not count."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    uncounted: np.ndarray
+
+
+@dataclass
+class _Faults:
+    number: int = 0
+    first: str = ""
+
+
+def _tokenise(
+    source: Source, tokenizer: Tokenizer, dtype: np.dtype, skip: bool, file: BinaryIO
+) -> tuple[_Documents, _Faults]:
+    """Appends every document to `file`, or none of it."""
+    lengths, uncounted, faults, end = array("q"), array("q"), _Faults(), 0
+    for document in encode(source.documents(), tokenizer):
+        length = prompt = 0
+        try:
+            for ids, counted in document:
+                file.write(np.ascontiguousarray(ids, dtype).data)
+                length += len(ids)
+                prompt += 0 if counted else len(ids)
+        except DataError as error:
+            if not skip:
+                raise
+            file.seek(end * dtype.itemsize)
+            file.truncate()
+            faults.number += 1
+            faults.first = faults.first or str(error)
+            continue
+        end += length
         lengths.append(length)
+        uncounted.append(prompt)
     file.flush()
-    return np.array(lengths, np.int64)
+    if end == 0:
+        raise DataError(
+            f"{source.name}: none of {faults.number} documents could be read. {faults.first}"
+            if faults.number
+            else f"{source.name}: holds no document"
+        )
+    sizes = np.frombuffer(lengths, np.int64)
+    return _Documents(np.cumsum(sizes) - sizes, sizes, np.frombuffer(uncounted, np.int64)), faults
 
 
-def _cut(packed: np.ndarray, ranges: Ranges) -> Iterator[np.ndarray]:
-    return (packed[start:stop] for start, stop in ranges)
+def _split(documents: _Documents, chosen: np.ndarray, validation_fraction: float) -> tuple[_Documents, _Documents]:
+    """The documents that train and those that validate: whole ones, or the stream before a cut and behind it."""
+    if chosen.any():
+        train, validation = (
+            _Documents(documents.starts[rows], documents.lengths[rows], documents.uncounted[rows])
+            for rows in (~chosen, chosen)
+        )
+        return train, validation
+    total = int(documents.lengths.sum())
+    cut = total - round(validation_fraction * total)
+    return _between(documents, 0, cut), _between(documents, cut, total)
 
 
-def _total(ranges: Ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
+def _between(documents: _Documents, start: int, stop: int) -> _Documents:
+    starts = np.maximum(documents.starts, start)
+    stops = np.minimum(documents.starts + documents.lengths, stop)
+    counted_from = np.clip(documents.starts + documents.uncounted, starts, np.maximum(starts, stops))
+    rows = starts < stops
+    return _Documents(starts[rows], (stops - starts)[rows], (counted_from - starts)[rows])
+
+
+def _write(
+    stem: Path, split: str, packed: np.ndarray, documents: _Documents, vocab_size: int
+) -> tuple[Stream, np.ndarray]:
+    """The files of a split, and how often each id occurs among the counted tokens, int64 [vocab_size]."""
+    occurrences = np.zeros(vocab_size, np.int64)
+
+    def pieces() -> Iterator[np.ndarray]:
+        ends = documents.starts + documents.lengths
+        for start, counted, end in zip(documents.starts, documents.starts + documents.uncounted, ends, strict=True):
+            for block in cache.blocks(packed[counted:end]):
+                np.add.at(occurrences, block, 1)
+            yield packed[start:end]
+
+    num_tokens = int(documents.lengths.sum())
+    tokens = cache.write_array(_array_path(stem, split, "tokens"), pieces(), (num_tokens,), packed.dtype)
+    starts = np.cumsum(documents.lengths) - documents.lengths
+    table = np.stack([starts, starts + documents.uncounted])
+    path = _array_path(stem, split, "documents")
+    files = tokens, cache.write_array(path, [table.reshape(-1)], table.shape, table.dtype)
+    return Stream(*files, num_counted=num_tokens - int(documents.uncounted.sum())), occurrences

@@ -1,43 +1,38 @@
-"""Windows of a token stream, shuffled, batched and prefetched by Grain. A position counts samples."""
+"""Samples shuffled, mixed, batched and prefetched by Grain. A position counts samples."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import absl.flags
 import grain
 import numpy as np
 
-from jzero.data.cache import TokenFile
+from jzero.data.tokenizer import Tokenizer
+from jzero.data.windows import MixingOrder, Sample, Windows
 
 Batch = dict[str, np.ndarray]
 
 
-class Windows:
-    """The windows of a stream, each int32 [sequence_length + 1]: Grain's random access source.
+class Feed(Protocol):
+    """What the trainer trains on; `Data` says what is what. `unigram_loss` is None where it is not known."""
 
-    Window i starts at token i * sequence_length. Its last token is the first of the next window, so every
-    token but the stream's first is a target exactly once. `num_left_over` tokens at the end fill no window.
-    """
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def unigram_loss(self) -> float | None: ...
 
-    def __init__(self, file: TokenFile, sequence_length: int):
-        self.file = file
-        self.sequence_length = sequence_length
-        self._tokens = file.open()
-        self._length, self.num_left_over = divmod(max(file.num_tokens - 1, 0), sequence_length)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = index * self.sequence_length
-        return self._tokens[start : start + self.sequence_length + 1].astype(np.int32)
-
-    def __reduce__(self):
-        # A pickled memory map is a copy of the file; worker processes map it themselves.
-        return Windows, (self.file, self.sequence_length)
+    def train_batches(self, start_sample: int, num_steps: int) -> Generator[Batch, None, None]: ...
+    def validation_batches(self, num_batches: int) -> Generator[Batch, None, None]: ...
 
 
 @dataclass(frozen=True)
@@ -55,17 +50,21 @@ class Batching:
     num_workers: int
     prefetch_batches: int
 
-    def batches(
-        self, windows: Windows, *, seed: int, start_sample: int, num_batches: int
-    ) -> Generator[Batch, None, None]:
-        """Yields {"tokens": int32 [batch_size / process_count, sequence_length + 1]}, `num_batches` times.
+    @property
+    def own_rows(self) -> int:
+        """Rows of a batch that this process holds."""
+        return self.batch_size // self.process_count
 
-        Sample i is window permutation_e[i mod n] of the n windows, where e = i // n and the permutation
-        depends on (seed, e) only. Closing the generator ends its threads and processes.
+    def batches(
+        self, samples: grain.MapDataset[Sample], *, start_sample: int, num_batches: int
+    ) -> Generator[Batch, None, None]:
+        """Yields batches of the endless `samples` from `start_sample` on, `num_batches` times.
+
+        Each stacks its samples' arrays: [batch_size / process_count, ...]. Closing the generator ends its threads
+        and processes.
         """
-        samples = grain.MapDataset.source(windows).shuffle(seed=_grain_seed(seed)).repeat()
         samples = samples[start_sample : start_sample + num_batches * self.batch_size]
-        blocks = samples.batch(self.batch_size // self.process_count, batch_fn=_stack)
+        blocks = samples.batch(self.own_rows, batch_fn=stack)
         own = blocks[self.process_index :: self.process_count]
         threads = grain.ReadOptions(
             num_threads=min(self.prefetch_batches, 1), prefetch_buffer_size=self.prefetch_batches
@@ -95,10 +94,36 @@ def _closing(dataset: grain.IterDataset[Batch]) -> Generator[Batch, None, None]:
         iterator.close()
 
 
-def _grain_seed(seed: int) -> int:
+def stack(samples: Sequence[Sample]) -> Batch:
+    """Each array of the samples under its name, [number of samples, ...]."""
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def shuffled(parts: Sequence[Windows], weights: Sequence[float], seed: int) -> grain.MapDataset[Sample]:
+    """The parts' windows without end, taking turns by weight (see `MixingOrder`).
+
+    Sample i of a part is its window permutation_e[i mod n] of n, where e = i // n. The permutation depends on the
+    part's number, `seed` and e only.
+    """
     # Grain shuffles epoch e with seed + e: neighbouring seeds would run through each other's epochs.
-    return int(np.random.SeedSequence(seed).generate_state(1)[0])
+    seeds = np.random.SeedSequence(seed).generate_state(len(parts))
+    datasets = [
+        grain.MapDataset.source(windows).shuffle(seed=int(own)).repeat()
+        for windows, own in zip(parts, seeds, strict=True)
+    ]
+    return grain.MapDataset.source(_Mixed(datasets, MixingOrder(tuple(weights), seed)))
 
 
-def _stack(windows: Sequence[np.ndarray]) -> Batch:
-    return {"tokens": np.stack(windows)}
+@dataclass(frozen=True)
+class _Mixed:
+    parts: Sequence[grain.MapDataset[Sample]]
+    order: MixingOrder
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Sample:
+        part, place = self.order.locate(index)
+        sample = self.parts[part][place]
+        assert sample is not None, "nothing filters the windows"
+        return sample

@@ -1,24 +1,27 @@
-"""Where text comes from: the standard library, files, or a Markov chain; read a piece at a time."""
+"""The sources of documents: the standard library, text files, a Markov chain, and those of the modules before."""
 
 from __future__ import annotations
 
 import codecs
 import functools
-import glob
 import os
 import platform
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from jzero.config import DataConfig
+from jzero.config import MixtureConfig
+from jzero.data.documents import Document, Piece, Source
+from jzero.data.ids import token_files
+from jzero.data.paths import CHUNK_BYTES, describe_files, empty_error, encoding_error, find_files, name_files, opened
+from jzero.data.rows import jsonl, tables
+from jzero.data.tokenizer import Tokenizer
 from jzero.errors import DataError
 
-_CHUNK_BYTES = 1 << 22
+_TEXT_SUFFIXES = (".txt", ".md", ".txt.gz", ".txt.zst")
 
 # Tests, tables and generated text: much of it repeats, and some of it is broken on purpose.
 _STDLIB_SKIPPED = frozenset(
@@ -27,39 +30,34 @@ _STDLIB_SKIPPED = frozenset(
 )
 _STDLIB_SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 
-_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
 # One chain for every train.seed: as with files, a seed changes the order of the data and not the data.
 _SYNTHETIC_SEED = 0
 _SYNTHETIC_SYMBOLS = b"abcdefghijklmnopqrstuvwxyz0123456789 \n.,;:()[]=+-*/"
 _SYNTHETIC_DOCUMENT_TOKENS = 1024
 
 
-@dataclass(frozen=True)
-class Source:
-    """Documents in a fixed order, each read as an iterator of its pieces of text.
+def make_source(config: MixtureConfig, tokenizer: Tokenizer) -> Source:
+    """The source that `config.source` names. Files are found and described here, and read by `documents()`.
 
-    `name` is for messages; `identity` is JSON that changes whenever the text may have changed.
+    Token ids must be of the tokenizer's vocabulary and end documents as it does.
+
+    Raises DataError for a path that is missing or not a plain file, and for a folder or a pattern without files.
     """
-
-    name: str
-    identity: list
-    documents: Callable[[], Iterator[Iterator[str]]]
-
-
-def make_source(data: DataConfig) -> Source:
-    """The source that `data.source` names. Files are found and described here, and read by `documents()`.
-
-    Raises DataError for a path that is missing, not a plain file, unreadable, not UTF-8 or empty, and for a
-    pattern that matches no file.
-    """
-    match data.source:
+    match config.source:
         case "stdlib":
             return _stdlib()
         case "text":
-            return _text(data.paths)
+            return _text(config.paths)
+        case "jsonl":
+            return jsonl(config)
+        case "datasets":
+            return tables(config)
+        case "tokens":
+            return token_files(config, tokenizer.vocab_size, tokenizer.end_of_document)
         case "synthetic":
-            return _synthetic(data.synthetic_tokens)
+            return _synthetic(config.synthetic_tokens)
+        case "mixture":
+            raise AssertionError("the config refuses a mixture within a mixture")
 
 
 # --- the standard library ---
@@ -75,7 +73,7 @@ def _stdlib() -> Source:
         )
     return Source(
         name=f"standard library of Python {platform.python_version()}",
-        identity=["stdlib", _describe(files)],
+        identity=["stdlib", describe_files(files)],
         documents=lambda: map(_read_python, files),
     )
 
@@ -93,10 +91,10 @@ def _skipped(name: str) -> bool:
     return name in _STDLIB_SKIPPED or name.startswith(_STDLIB_SKIPPED_PREFIXES)
 
 
-def _read_python(file: Path) -> Iterator[str]:
+def _read_python(file: Path) -> Document:
     try:
         with tokenize.open(file) as lines:  # reads the coding cookie of PEP 263
-            yield lines.read()
+            yield Piece(lines.read())
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.source=stdlib: cannot read {file}: {error}. Mend this Python, or use data.source=text."
@@ -106,87 +104,38 @@ def _read_python(file: Path) -> Iterator[str]:
 # --- text files ---
 
 
-def _text(patterns: tuple[str, ...]) -> Source:
-    files = sorted({Path(os.path.abspath(file)) for pattern in patterns for file in _expand(pattern)})
-    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+def _text(paths: tuple[str, ...]) -> Source:
+    """A document a file."""
+    files = find_files(paths, _TEXT_SUFFIXES)
     return Source(
-        name=f"{files[0]}{more}",
-        identity=["text", _describe(files)],
+        name=name_files(files),
+        identity=["text", describe_files(files)],
         documents=lambda: map(_read_utf8, files),
     )
 
 
-def _expand(pattern: str) -> list[str]:
-    """The plain files that a path or a glob stands for. A file that is called `a[1].txt` is that file."""
-    path = os.path.expanduser(pattern)
-    if os.path.isfile(path):
-        return [path]
-    if os.path.isdir(path):
-        raise _path_error(pattern, "is a directory", f"Name its files: {pattern.rstrip('/')}/**/*.txt, say.")
-    if any(mark in path for mark in "*?[") and not os.path.lexists(path):
-        found = [file for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
-        if not found:
-            fix = f"Relative patterns start at {os.getcwd()}; ** stands for folders of any depth."
-            raise _path_error(pattern, "matches no file", fix)
-        return found
-    try:
-        os.stat(path)
-    except OSError as error:
-        fix = f"Relative paths start at {os.getcwd()}."
-        raise _path_error(pattern, f"cannot be found ({error.strerror})", fix) from error
-    raise _path_error(pattern, "is not a plain file", "Name a file that can be read more than once.")
-
-
-def _read_utf8(file: Path) -> Iterator[str]:
+def _read_utf8(file: Path) -> Document:
     """The text of `file` in pieces of at most 4 MiB; its memory does not grow with the file."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, line, empty = 0, 1, True
-    try:
-        with open(file, "rb") as stream:
-            if stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
-                offset = len(codecs.BOM_UTF8)
-            stream.seek(offset)
-            final = False
-            while not final:
-                chunk = stream.read(_CHUNK_BYTES)
-                final = not chunk
-                pending = len(decoder.getstate()[0])  # the start of a character that the last chunk cut
-                try:
-                    piece = decoder.decode(chunk, final)
-                except UnicodeDecodeError as error:
-                    raise _encoding_error(file, error, offset - pending, line) from None
-                offset += len(chunk)
-                line += piece.count("\n")
-                if piece:
-                    empty = False
-                    yield piece
-    except OSError as error:
-        fix = "Make it readable or leave it out."
-        raise _path_error(str(file), f"cannot be read ({error.strerror})", fix) from error
+    offset, line, empty, final = 0, 1, True, False
+    with opened(file) as stream:
+        while not final:
+            chunk = stream.read(CHUNK_BYTES)
+            if offset == 0 and chunk.startswith(codecs.BOM_UTF8):
+                offset, chunk = len(codecs.BOM_UTF8), chunk[len(codecs.BOM_UTF8) :] or stream.read(CHUNK_BYTES)
+            final = not chunk
+            pending = len(decoder.getstate()[0])  # the start of a character that the last chunk cut
+            try:
+                piece = decoder.decode(chunk, final)
+            except UnicodeDecodeError as error:
+                raise encoding_error(file, error, offset - pending, line) from None
+            offset += len(chunk)
+            line += piece.count("\n")
+            if piece:
+                empty = False
+                yield Piece(piece)
     if empty:
-        raise _path_error(str(file), "is empty", "Give it text or leave it out.")
-
-
-def _encoding_error(file: Path, error: UnicodeDecodeError, base: int, line: int) -> DataError:
-    """`error` counts bytes from `base` in the file, where `line` begins or is under way."""
-    at = base + error.start
-    line += error.object[: error.start].count(b"\n")
-    encoding = "LATIN1"
-    if at == 0 and error.object.startswith(_UTF16_MARKS):
-        encoding = "UTF-16"
-    byte = error.object[error.start]
-    what = f"is not UTF-8: byte 0x{byte:02x} at line {line}, byte offset {at} ({error.reason})"
-    fix = f"Convert it, for instance: iconv -f {encoding} -t UTF-8 {file} > {file}.utf8"
-    return _path_error(str(file), what, fix)
-
-
-def _path_error(path: str, what: str, fix: str) -> DataError:
-    return DataError(f"data.paths: {path} {what}. {fix}")
-
-
-def _describe(files: list[Path]) -> list:
-    stats = [(file, file.stat()) for file in files]
-    return [[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+        raise empty_error(file)
 
 
 # --- synthetic text ---
@@ -205,7 +154,7 @@ def _synthetic(num_tokens: int) -> Source:
         name=f"synthetic text of {num_tokens:,} tokens",
         identity=["synthetic", num_tokens, _SYNTHETIC_SEED],
         documents=lambda: (
-            iter([row[:length].tobytes().decode("ascii")]) for row, length in zip(rows(), lengths, strict=True)
+            iter([Piece(row[:length].tobytes().decode("ascii"))]) for row, length in zip(rows(), lengths, strict=True)
         ),
     )
 
