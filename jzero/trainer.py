@@ -187,9 +187,7 @@ class Trainer:
             write_config(self.directory, self.config)
         with (
             open_sinks(self.config, self.directory, self.console, progress.step) as sinks,
-            closing(
-                MetricWriter([*sinks, *self.sinks], throughput, list(self.engine.plan.gradients), log.every)
-            ) as writer,
+            closing(MetricWriter([*sinks, *self.sinks], throughput, leaves, log.every)) as writer,
             closing(self.data.train_batches(progress.next_sample, num_steps - progress.step)) as batches,
             closing(ProfilerWindow(self.directory.path / "profile", traced)) as profiler,
             stop_signals() as stop,
