@@ -226,7 +226,7 @@ def test_texts_packed_in_a_row_have_the_logits_they_have_alone(fields):
     """Also where a window ends inside a text, and where a row ends in padding."""
     model = build_random(**fields)
     lengths = [[5, 1, 3], [2, 6, 1]]
-    segments = np.stack([np.repeat([3, 0, -1], sizes) for sizes in lengths]).astype(np.int32)
+    segments = np.stack([np.repeat([1, 2, 0], sizes) for sizes in lengths]).astype(np.int32)
     positions = np.stack([np.concatenate([np.arange(n) for n in sizes]) for sizes in lengths]).astype(np.int32)
     packed, unaware = run(model, TOKENS, positions, segments), run(model, TOKENS)
     texts = [(row, sum(sizes[:i]), size) for row, sizes in enumerate(lengths) for i, size in enumerate(sizes)]
