@@ -1,6 +1,7 @@
 """Each dtype where the config puts it: float16's loss scale, bytes of every preset, rounding, what stays float32."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jzero.loss_scale import init_loss_scale, update_loss_scale
 from jzero.rounding import round_stochastically
 
 ROWS = 72
+README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def start(
@@ -163,51 +165,62 @@ def test_the_loss_scale_goes_on_from_a_checkpoint(tmp_path):
 
 # Bytes.
 
-PSI = 2 * 64 * 1024
+PSI = 2 * 256 * 512
 
 
 class Matrices(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.a = nnx.Param(jnp.ones((64, 1024)))
-        self.b = nnx.Param(jnp.ones((1024, 64)))
+        self.a = nnx.Param(jnp.ones((256, 512)))
+        self.b = nnx.Param(jnp.ones((512, 256)))
 
 
-ADAM, MOMENTUM = {"name": "adamw"}, {"name": "sgd"}
+NO_MASTER = {"preset": "bf16", "master": None, "stochastic_rounding": True}
+SCALES = 2 * 4 / 256  # of 8-bit Adam's blocks
 # Of semantics 3.1: parameters, gradients, optimizer, in bytes a parameter.
 ROWS_OF_BYTES = {
-    "fp32 Adam": ("fp32", ADAM, 1, (4, 4, 8)),
-    "16-bit, float32 master": ("bf16", ADAM, 1, (2, 2, 12)),
-    "float16": ("fp16", ADAM, 1, (2, 2, 12)),
-    "16-bit, accumulated in float32": ("bf16", ADAM, 3, (2, 4, 12)),
-    "16-bit master is no copy; 16-bit moments": (
-        {"preset": "bf16", "master": "bfloat16", "moments": "bfloat16"}, ADAM, 1, (2, 2, 4),
+    "| `fp32` | adamw |": ("fp32", "adamw", 1, (4, 4, 8)),
+    "| `bf16`, `fp16` | adamw |": ("bf16", "adamw", 1, (2, 2, 12)),
+    "float16": ("fp16", "adamw", 1, (2, 2, 12)),
+    "| `bf16`, several micro-batches | adamw |": ("bf16", "adamw", 3, (2, 4, 12)),
+    "| `{compute: bfloat16}`: float32 parameters, gathered in bfloat16 | adamw |": (
+        {"compute": "bfloat16"}, "adamw", 1, (4, 4, 8),
     ),
-    "float32 parameters, gathered in 16 bits": ({"compute": "bfloat16"}, ADAM, 1, (4, 4, 8)),
-    "16-bit, float32 master, 16-bit moments": ({"preset": "bf16", "moments": "bfloat16"}, ADAM, 1, (2, 2, 8)),
-    "all in 16 bits, no master": (
-        {"preset": "bf16", "master": None, "stochastic_rounding": True}, ADAM, 1, (2, 2, 4),
+    "| `{preset: bf16, moments: bfloat16}` | adamw |": (
+        {"preset": "bf16", "moments": "bfloat16"}, "adamw", 1, (2, 2, 8),
     ),
-    "momentum, float32 master": ("bf16", MOMENTUM, 1, (2, 2, 8)),
+    "| `{preset: bf16, master: null, stochastic_rounding: true}` | adamw |": (NO_MASTER, "adamw", 1, (2, 2, 4)),
+    "a master as narrow as the parameters is no copy": (
+        NO_MASTER | {"master": "bfloat16", "moments": "bfloat16"}, "adamw", 1, (2, 2, 4),
+    ),
+    "| `bf16` | lion, sgd |": ("bf16", "lion", 1, (2, 2, 8)),
+    "momentum": ("bf16", "sgd", 1, (2, 2, 8)),
+    "| `bf16` | adamw8bit |": ("bf16", "adamw8bit", 1, (2, 2, 4 + 2 + SCALES)),
+    "| `{preset: bf16, master: null, stochastic_rounding: true}` | adamw8bit |": (
+        NO_MASTER, "adamw8bit", 1, (2, 2, 2 + SCALES),
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:precision.master = null")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("row", ROWS_OF_BYTES)
 def test_bytes_of_each_precision_are_the_tables(row, stage):
-    """Planned, for eight devices; the state's are those of the arrays' own shards."""
+    """Planned, for eight devices; the state's are those of the arrays' own shards. README has the rows."""
     precision, optimizer, micro_batches, (params, gradients, state) = ROWS_OF_BYTES[row]
     loss = lambda model, batch: (model.a.sum() + model.b.sum()).astype(jnp.float32) * batch.sum()
     engine = start(
-        lambda rngs: Matrices(rngs), loss, None, stage, 8, micro_batches, precision=precision, optimizer=optimizer
-    )
+        lambda rngs: Matrices(rngs), loss, None, stage, 8, micro_batches,
+        precision=precision,
+        optimizer={"name": optimizer},
+    )  # fmt: skip
     ways = [8 if stage >= from_stage else 1 for from_stage in (3, 2, 1)]
-    wanted = [bytes_each * PSI // way for bytes_each, way in zip((params, gradients, state), ways, strict=True)]
+    wanted = [int(bytes_each * PSI) // way for bytes_each, way in zip((params, gradients, state), ways, strict=True)]
     held = toys.bytes_a_device
     scalars = sum(array.nbytes for array in jax.tree.leaves(engine.state.opt_state) if array.ndim == 0)
     assert list(engine.plan.bytes_per_device().values()) == [*wanted[:2], wanted[2] + scalars]
     assert held(engine.state.params) == wanted[0]
     assert held((engine.state.master, engine.state.opt_state)) == wanted[2] + scalars
+    if row.startswith("|"):
+        assert f"{row} {params} + {gradients} + {round(float(state), 2):g} |" in README
 
 
 # Rounding.
