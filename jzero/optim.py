@@ -90,7 +90,6 @@ def _directions(
 ) -> list[optax.GradientTransformation]:
     """What turns a gradient into a direction, decay included, before the learning rate."""
     b1, b2, eps, stacks = config.b1, config.b2, config.eps, {path: p.stack_ndim for path, p in params.items()}
-    momentum = [optax.ema(config.momentum, debias=False)] if config.momentum else []
     match config.name:
         case "adamw" | "adam":
             return [optax.scale_by_adam(b1, b2, eps), decay]
@@ -106,8 +105,9 @@ def _directions(
         case "adagrad":
             return [optax.scale_by_rss(eps=eps), decay]
         case "adafactor":
-            parts = optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()
-            return [optax.scale_by_factored_rms(), *(_a_layer(part, stacks) for part in parts), *momentum, decay]
+            norms = [_a_layer(tx, stacks) for tx in (optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms())]
+            momentum = [optax.ema(config.momentum, debias=False)] if config.momentum else []
+            return [optax.scale_by_factored_rms(), *norms, *momentum, decay]
         case "muon":
             return [_muon(config, params), decay]
         case "schedule_free":

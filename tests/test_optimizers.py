@@ -124,7 +124,6 @@ LISTED = {
     "adafactor": {"learning_rate": 0.1},
     "lion": {"learning_rate": 6e-4, "weight_decay": 0.5},
     "lamb": {"learning_rate": 0.01},
-    "schedule_free": {"schedule": "constant"},
 }
 
 
