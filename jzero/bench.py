@@ -104,20 +104,19 @@ def _plain_step(model: Any, loss: Any, config: Config, batch: Any) -> Callable[[
     from flax import nnx
 
     from jzero.adapt import adapt
-    from jzero.optim import decay_mask, make_optimizer
+    from jzero.optim import make_optimizer
 
-    graphdef, params, rest = nnx.split(model(nnx.Rngs(config.train.seed)), nnx.Param, ...)
+    graphdef, state, rest = nnx.split(model(nnx.Rngs(config.train.seed)), nnx.Param, ...)
+    paths = {"/".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
     clip = config.optimizer.clip_norm
-    declared = adapt(model).params
-    decays = decay_mask({p: x.stack_ndim for p, x in declared.items()}, {p: x.shape for p, x in declared.items()})
-    mask: Any = nnx.from_flat_state([(path, decays["/".join(map(str, path))]) for path, _ in nnx.to_flat_state(params)])
-    optimizer = make_optimizer(config.optimizer, config.train.num_steps, mask)
+    optimizer = make_optimizer(config.optimizer, config.train.num_steps, adapt(model).params)
     if clip is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         def mean_loss(params: Any) -> Any:
-            sums = loss(nnx.merge(graphdef, params, rest, copy=True), batch)
+            state = nnx.from_flat_state([(paths[name], array) for name, array in params.items()])
+            sums = loss(nnx.merge(graphdef, state, rest, copy=True), batch)
             return sums.total / sums.weight
 
         value, gradients = jax.value_and_grad(mean_loss)(params)
@@ -125,10 +124,11 @@ def _plain_step(model: Any, loss: Any, config: Config, batch: Any) -> Callable[[
         return optax.apply_updates(params, updates), opt_state, value, optax.tree.norm(gradients)
 
     jitted = jax.jit(step, donate_argnums=(0, 1))
-    state = [params, optimizer.init(params)]
+    params = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    arrays = [params, optimizer.init(params)]
 
     def run() -> Any:
-        *state[:], value, _ = jitted(*state, batch)
+        *arrays[:], value, _ = jitted(*arrays, batch)
         return value
 
     return run

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,11 +153,29 @@ class Checkpointer:
             self.wait()
 
     def restore(self, targets: Mapping[str, ArrayTarget], step: int | None = None) -> Restored:
-        """Reads `step`, or the newest intact one, into the targets' layout; each device reads only its part.
+        """Reads all of `step`, or of the newest intact one, into the targets' layout, like `read`.
+
+        Raises CheckpointError, listing all differences, if names, true shapes or dtypes are not the targets'.
+        """
+
+        def all_of_it(where: str, entries: Mapping[str, ArrayEntry]) -> Mapping[str, ArrayTarget]:
+            _assert_fits(where, entries, targets)
+            return targets
+
+        restored = self.read(all_of_it, step)
+        self._held = {restored.step}
+        return restored
+
+    def read(
+        self,
+        choose: Callable[[str, Mapping[str, ArrayEntry]], Mapping[str, ArrayTarget]],
+        step: int | None = None,
+    ) -> Restored:
+        """Reads arrays of `step`, or of the newest intact one, into the layout asked for; each device reads only its
+        part. choose: given words for the step and what it holds, the targets, which must fit.
 
         Without `step`, newer steps that are incomplete or damaged are passed over, each with a logged warning. Raises
-        CheckpointError if there is no such step or `step` is broken, and if names, true shapes or dtypes are not the
-        targets'; then it lists all differences. Writes nothing: the directory may be read-only.
+        CheckpointError if there is no such step or `step` is broken. Writes nothing: the directory may be read-only.
         """
         self.wait()
         assert_readable(self.directory)
@@ -171,10 +189,10 @@ class Checkpointer:
                     raise self._broken(broken) from broken
                 logger.warning("%s; passed over", broken)
                 continue
-            _assert_fits(f"step {candidate} of {self.directory}", manifest.arrays, targets)
-            arrays = self._read(manifest, targets)
-            self._held = {candidate}
-            return Restored(candidate, arrays, manifest.record)
+            targets = choose(f"step {candidate} of {self.directory}", manifest.arrays)
+            for name, target in targets.items():
+                _assert_within(name, target.shape, target.stored_shape)
+            return Restored(candidate, self._read(manifest, targets), manifest.record)
         inside = self.directory / "checkpoints"
         hint = f"; a trainer's are in {inside}" if inside.is_dir() else ""
         raise CheckpointError(f"{self.directory} has no complete checkpoint to restore{hint}")
@@ -240,7 +258,7 @@ class Checkpointer:
         try:
             arrays = self._orbax.restore(
                 step_folder(self.directory, manifest.step),
-                args=ocp.args.PyTreeRestore(item=dict.fromkeys(requests, 0), restore_args=requests),
+                args=ocp.args.PyTreeRestore(dict.fromkeys(requests, 0), requests, partial_restore=True),
             )
         except Exception as error:
             raise CheckpointError(f"step {manifest.step} of {self.directory} could not be read: {error}") from error
@@ -320,8 +338,6 @@ def _assert_fits(where: str, entries: Mapping[str, ArrayEntry], targets: Mapping
             + "\n  ".join(faults)
             + "\nUse the model, optimizer and precision it was saved with, or start anew in another directory."
         )
-    for name, target in targets.items():
-        _assert_within(name, target.shape, target.stored_shape)
 
 
 def _zero_beyond(arrays: dict[str, jax.Array], targets: Mapping[str, ArrayTarget]) -> dict[str, jax.Array]:

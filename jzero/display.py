@@ -48,6 +48,7 @@ class LineSink:
                 f"grad_norm {row['grad_norm']:.3g}",
                 "" if row.get("learning_rate") is None else f"lr {row['learning_rate']:.3g}",
                 _speed(row),
+                "" if row.get("mfu") is None else f"mfu {row['mfu']:.1%}",
                 _skipped(row),
                 self._remaining(step),
             ]

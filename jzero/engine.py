@@ -1,11 +1,9 @@
 """The engine: a sharded training state and the programs that step, evaluate, save and restore it. For users who own
 their loop; the trainer drives one too."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import RenderableType
 
-from jzero.adapt import adapt
+from jzero.blueprint import Blueprint, prepare
 from jzero.checkpoint import ArrayTarget, Checkpointer
-from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
-from jzero.errors import ConfigError, DataError, ModelError, UserError
-from jzero.grads import Loss, bind_params, make_grad_fn
-from jzero.mesh import BATCH_AXES, Device, make_mesh
-from jzero.model_api import Model
-from jzero.optim import assert_drivable, decay_mask, is_elementwise, make_optimizer, make_schedule
-from jzero.plan import Plan, make_plan, map_leaves
+from jzero.config import Config
+from jzero.errors import ConfigError, DataError, UserError
+from jzero.grads import Loss, bind_params
+from jzero.loss_scale import init_loss_scale
+from jzero.manifest import ArrayEntry
+from jzero.mesh import Device
 from jzero.report import plan_report
-from jzero.runtime import start
-from jzero.state import TrainState, assert_placement, from_named, init_state, named, plan_tree, shardings
-from jzero.step import Metrics, make_eval_step, make_train_step
-from jzero.usepoint import UsePoint, use_points
+from jzero.state import TrainState, assert_placement, from_named, init_state, init_values, named, plan_tree, shardings
+from jzero.step import Metrics
+from jzero.warm_start import MODEL_STATE, Choice, WarmStart, choose, conversions, convert
 
 
 def initialize(
@@ -51,128 +46,6 @@ def initialize(
     return Engine(prepare(model, loss, optimizer, config, devices))
 
 
-def prepare(
-    model: Any,
-    loss: Loss,
-    optimizer: optax.GradientTransformation | None = None,
-    config: Mapping[str, Any] | str | Path | Config | None = None,
-    devices: Sequence[Device] | None = None,
-) -> "Blueprint":
-    """What `initialize` builds its engine from, with nothing placed: absent devices (`jzero.mesh.topology`) will do."""
-    config = make_config(config)
-    if not callable(loss):
-        raise ModelError(
-            f"loss is {loss!r}: give a function loss(model, batch) that returns a scalar or a WeightedLoss."
-        )
-    _warn_of_lost_updates(config.precision)
-    start(config.runtime)
-    mesh = make_mesh(config.mesh, devices)
-    accumulating = _accumulates(config.train, mesh)
-    adapted = adapt(model)
-    schedule = None
-    if optimizer is not None:
-        _assert_only_clips(config.optimizer)
-        assert_drivable(optimizer, {p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in adapted.params.items()})
-    else:
-        stacks = {path: p.stack_ndim for path, p in adapted.params.items()}
-        mask = decay_mask(stacks, {path: p.shape for path, p in adapted.params.items()})
-        schedule = make_schedule(config.optimizer, config.train.num_steps)
-        optimizer = make_optimizer(config.optimizer, config.train.num_steps, mask)
-    plan = make_plan(
-        adapted.params,
-        dict(mesh.shape),
-        config.zero,
-        config.precision,
-        optimizer,
-        adapted.model_state,
-        accumulating=accumulating,
-    )
-    return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan)
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """All that makes an engine but its arrays."""
-
-    config: Config
-    mesh: Mesh
-    model: Model
-    loss: Loss
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule | None
-    plan: Plan
-
-    @cached_property
-    def points(self) -> dict[str, UsePoint]:
-        return use_points(self.plan, self.mesh, self.config.precision.compute)
-
-    @cached_property
-    def elementwise(self) -> bool:
-        plans = self.plan.weights.items()
-        return is_elementwise(self.optimizer, {p: jax.ShapeDtypeStruct(w.stored_shape, w.dtype) for p, w in plans})
-
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
-
-    def train_step(self, num_micro_batches: int) -> Any:
-        """The jitted step over a batch of that many micro-batches: (state, batch) -> (state, metrics)."""
-        accumulate = self.config.precision.accumulate
-        grad_fn = make_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches, accumulate)
-        return make_train_step(
-            grad_fn,
-            self.optimizer,
-            self.plan,
-            self.mesh,
-            elementwise=self.elementwise,
-            clip_norm=self.config.optimizer.clip_norm,
-            schedule=self.schedule,
-        )
-
-    def eval_step(self, num_micro_batches: int) -> Any:
-        """The jitted evaluation of a batch in that many parts: (state, batch) -> metrics."""
-        return make_eval_step(self.model, self.loss, self.points, self.mesh, num_micro_batches)
-
-    def lower_step(self, batch: Any) -> jax.stages.Lowered:
-        """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
-        state = map_leaves(
-            lambda leaf, placement: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=placement),
-            plan_tree(self.plan),
-            shardings(self.plan, self.mesh),
-        )
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
-        return self.train_step(self.micro_batches(batch)).lower(state, shapes)
-
-    def micro_batches(self, batch: Any) -> int:
-        """How many micro-batches a batch is cut into. Raises ConfigError for rows that do not divide, or are not those
-        that `train.global_batch_size` was set to."""
-        rows, train = self.check_rows(batch), self.config.train
-        if "global_batch_size" in train.model_fields_set and train.global_batch_size not in (None, rows):
-            raise ConfigError(
-                f"the batch has {rows} rows, but train.global_batch_size = {train.global_batch_size}; give as many, or "
-                "drop the field: a step takes any number then"
-            )
-        return _accumulation(self.config.train.model_copy(update={"global_batch_size": rows}), self.mesh)
-
-    def evaluation_parts(self, batch: Any) -> int:
-        """How many parts an evaluation takes, so that none has more rows than a training micro-batch."""
-        train, rows = self.config.train, self.check_rows(batch) // _num_batch_shards(self.mesh)
-        wanted = -(-rows // train.micro_batch_size) if train.micro_batch_size else train.accumulation_steps or 1
-        return next(parts for parts in range(min(wanted, rows), rows + 1) if rows % parts == 0)
-
-    def check_rows(self, batch: Any) -> int:
-        """The rows of a batch. Raises ConfigError unless they divide over the devices of the batch axes."""
-        rows, shards = _rows(batch), _num_batch_shards(self.mesh)
-        if rows == 0:
-            raise ConfigError("the batch has no rows.")
-        if rows % shards:
-            raise ConfigError(
-                f"the batch has {rows} rows, which do not divide over {shards} devices of the batch axes "
-                f"(replica x data); give {rows - rows % shards or shards} or {rows + -rows % shards}."
-            )
-        return rows
-
-
 class Engine:
     """Made by `initialize`. Holds the state; every method leaves it sharded as the plan says."""
 
@@ -180,10 +53,9 @@ class Engine:
         self.config, self.mesh, self.plan = blueprint.config, blueprint.mesh, blueprint.plan
         self._blueprint = blueprint
         self._train_steps: dict[int, Any] = {}
-        self._eval_steps: dict[int, Any] = {}
-        self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self.state = init_state(blueprint.model, blueprint.optimizer, self.plan, self.mesh, self.config.train.seed)
-        assert_placement(self.state, self.plan, self.mesh)
+        self._eval_steps: dict[tuple[int, bool], Any] = {}
+        self._applied: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
+        self._start(*init_values(blueprint.model, self.plan, self.mesh, self.config.train.seed))
 
     @property
     def num_parameters(self) -> int:
@@ -202,25 +74,35 @@ class Engine:
         self.state, metrics = train_step(state, batch)
         return metrics
 
-    def evaluate(self, batch: Any) -> Metrics:
-        """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics)."""
-        parts = self._blueprint.evaluation_parts(batch)
-        if parts not in self._eval_steps:
-            self._eval_steps[parts] = self._blueprint.eval_step(parts)
-        return self._settled(self._eval_steps[parts](self._live_state, self.place(batch)))
+    @property
+    def has_average(self) -> bool:
+        """Whether there are averaged weights: `train.ema_decay`, or a schedule-free optimizer."""
+        return self._blueprint.has_average
 
-    def apply(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def evaluate(self, batch: Any, *, averaged: bool = False) -> Metrics:
+        """Loss, weight and extra metrics of a batch in evaluation mode (dropout off, running statistics).
+
+        averaged, here and below: of the averaged weights instead of those in training.
+        """
+        self._assert_average(averaged)
+        key = (self._blueprint.evaluation_parts(batch), averaged)
+        if key not in self._eval_steps:
+            self._eval_steps[key] = self._blueprint.eval_step(*key)
+        return self._settled(self._eval_steps[key](self._live_state, self.place(batch)))
+
+    def apply(self, fn: Callable[..., Any], *args: Any, averaged: bool = False) -> Any:
         """fn(model, *args), jitted once per fn, on the sharded parameters in evaluation mode."""
-        if fn not in self._applied:
+        self._assert_average(averaged)
+        if (fn, averaged) not in self._applied:
 
             def applied(state: TrainState, *args: Any) -> Any:
-                params = bind_params(state.params, self._blueprint.points)
+                params = bind_params(self._blueprint.params_of(state, averaged), self._blueprint.points)
                 return fn(
                     self._blueprint.model.bind(params, state.model_state, jnp.zeros(2, jnp.int32), train=False), *args
                 )
 
-            self._applied[fn] = jax.jit(applied)
-        return self._settled(self._applied[fn](self._live_state, *args))
+            self._applied[fn, averaged] = jax.jit(applied)
+        return self._settled(self._applied[fn, averaged](self._live_state, *args))
 
     def place(self, batch: Any) -> Any:
         """A batch of host arrays on the mesh, rows split over the batch axes."""
@@ -231,16 +113,22 @@ class Engine:
         """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
         return self._blueprint.lower_step(batch)
 
-    def params(self) -> dict[str, np.ndarray]:
-        """The weights the optimizer holds (float32 masters where there are any), whole, in true shapes, on the host."""
-        weights = self._live_state.weights
-        return {path: leaf.cut(np.asarray(weights[path])) for path, leaf in self.plan.weights.items()}
+    def params(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
+        """The weights the optimizer holds (float32 masters where there are any) and the frozen parameters, whole, in
+        true shapes, on the host."""
+        self._assert_average(averaged)
+        state = self._live_state
+        weights = state.params | state.master | ((self._blueprint.averaged(state) if averaged else None) or {})
+        return {path: leaf.cut(np.asarray(weights[path])) for path, leaf in self.plan.params.items()}
 
-    def model(self) -> Any:
+    def model(self, *, averaged: bool = False) -> Any:
         """The user's model holding copies of the current parameters in true shapes, in evaluation mode, to call."""
+        self._assert_average(averaged)
+        state = self._live_state
         # Copies: the next step consumes the state's own arrays.
-        params, model_state = jax.tree.map(jnp.copy, (self._live_state.params, self._live_state.model_state))
+        params = jax.tree.map(jnp.copy, jax.jit(partial(self._blueprint.params_of, averaged=averaged))(state))
         params = {path: leaf.cut(params[path]) for path, leaf in self.plan.params.items()}
+        model_state = jax.tree.map(jnp.copy, state.model_state)
         return self._blueprint.model.bind(params, model_state, jnp.zeros(2, jnp.int32), train=False)
 
     def report(self) -> RenderableType:
@@ -287,6 +175,41 @@ class Engine:
         self.load(restored.arrays)
         return restored.record
 
+    def load_weights(
+        self, directory: str | Path, step: int | None = None, *, averaged: bool = False, skip: Sequence[str] = ()
+    ) -> WarmStart:
+        """Start anew from the weights and the model state in a checkpoint (the newest complete one, or that of a step)
+        of any stage, device count, optimizer and precision. Optimizer state and counters are as at a start.
+
+        averaged: take its moving average. skip: path patterns of what shall stay as it is here, and of what is to be
+        left there. Raises CheckpointError, listing what does not fit otherwise.
+        """
+        choices: list[Choice] = []
+
+        def choose_here(where: str, entries: Mapping[str, ArrayEntry]) -> Mapping[str, ArrayTarget]:
+            choices.append(choose(where, entries, self.plan, self.mesh, averaged=averaged, skip=skip))
+            return choices[-1].targets
+
+        with self._checkpointer(directory) as checkpointer:
+            restored = checkpointer.read(choose_here, step)
+        state, choice = self._live_state, choices[-1]
+        read = convert(choice, restored.arrays, self.plan, self.mesh)
+        values = {path: read.get(path, state.master.get(path, x)) for path, x in state.params.items()}
+        model_state = {path: read.get(f"{MODEL_STATE}{path}", x) for path, x in state.model_state.items()}
+        self._start(values, model_state)
+        return WarmStart(restored.step, choice.kept, conversions(choice, self.plan, self.mesh))
+
+    def _start(self, values: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
+        optimizer, loss_scale = self._blueprint.optimizer, init_loss_scale(self.config.loss_scale)
+        self.state = init_state(values, model_state, optimizer, self.plan, self.mesh, loss_scale)
+        assert_placement(self.state, self.plan, self.mesh)
+
+    def _assert_average(self, averaged: bool) -> None:
+        if averaged and not self.has_average:
+            raise ConfigError(
+                "train.ema_decay = null: keeps no averaged weights; set it, to 0.999 say, or be schedule-free"
+            )
+
     def _settled(self, result: Any) -> Any:
         """A program's result, on CPUs only once it is there. A loop that reads no results piles up programs, and with
         32 of them under way fake devices wait for each other until XLA aborts the process (measured on jax 0.10.2)."""
@@ -311,40 +234,6 @@ class Engine:
         return self._train_steps[num_micro_batches]
 
 
-def _warn_of_lost_updates(precision: PrecisionConfig) -> None:
-    if precision.params == "bfloat16" and precision.master is None:
-        warnings.warn(
-            "precision.master = null with precision.params = bfloat16: an update below 1/256 of a weight rounds "
-            "to nothing; precision.master: float32 keeps it",
-            stacklevel=4,  # the caller of `initialize`
-        )
-
-
-def _assert_only_clips(config: OptimizerConfig) -> None:
-    """Raise ConfigError for a setting that the user's own optimizer leaves no say; clip_norm is the step's."""
-    changed = config.model_dump(exclude_defaults=True, exclude={"clip_norm"})
-    for name, value in changed.items():
-        raise ConfigError(
-            f"optimizer.{name} = {value}: has no say, since an optimizer was given; set it there and drop it here "
-            "(optimizer.clip_norm alone holds for any optimizer)"
-        )
-
-
-def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:
-    """Whether the configured batch is cut into micro-batches. The default size is not asked of who owns the loop."""
-    if "global_batch_size" not in train.model_fields_set:
-        return train.micro_batch_size is not None or (train.accumulation_steps or 1) > 1
-    return _accumulation(train, mesh) > 1
-
-
-def _accumulation(train: TrainConfig, mesh: Mesh) -> int:
-    return plan_batch(train, _num_batch_shards(mesh)).accumulation_steps
-
-
-def _num_batch_shards(mesh: Mesh) -> int:
-    return mesh.shape["replica"] * mesh.shape["data"]
-
-
 def _narrow(x: Any) -> np.ndarray:
     """The array in the dtype JAX keeps it in. Integers that do not fit would wrap around without a word."""
     array = np.asarray(x)
@@ -356,12 +245,3 @@ def _narrow(x: Any) -> np.ndarray:
         if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
             raise DataError(f"the batch holds {array.dtype} from {low} to {high}, and JAX keeps {dtype}: out of range.")
     return array.astype(dtype, copy=False)
-
-
-def _rows(batch: Any) -> int:
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or sizes == {()}:
-        raise ConfigError(
-            f"the arrays of a batch have leading dimensions {sorted(sizes)}; they must be one and the same."
-        )
-    return sizes.pop()[0]

@@ -21,7 +21,10 @@ from jzero.usepoint import Gathered, UsePoint, forget_weights
 
 Loss = Callable[[Any, Any], Any]
 
-_OWN_METRICS = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row", "non_finite_leaf"}
+_OWN_METRICS = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row", "non_finite_leaf"} | {
+    "loss_scale",
+    "loss_scale_exhausted",
+}
 
 
 @jax.tree_util.register_dataclass
@@ -87,39 +90,54 @@ def make_grad_fn(
     points: Mapping[str, UsePoint],
     num_micro_batches: int,
     accumulate: str,
-) -> Callable[..., tuple[LossSums, dict[str, jax.Array], dict[str, Any]]]:
-    """fn(params, model_state, batch, step) -> (LossSums, gradient of the loss total, new model state), engine `xla`.
+) -> Callable[..., tuple[LossSums, dict[str, jax.Array], jax.Array, dict[str, Any]]]:
+    """fn(params, model_state, batch, step, scale) -> (LossSums, gradients, unscale, new model state), engine `xla`.
 
     batch: arrays of the global batch, leading dim split over the batch axes. Micro-batch j is rows j, j+k, j+2k, ...:
     the split costs no communication, and which rows meet does not depend on the device count. step: int32, mixed with
-    the micro-batch's number into random streams. Gradients have stored shapes and the placement of plan.gradients;
-    summed over several micro-batches they have dtype `accumulate`.
+    the micro-batch's number into random streams. scale: float32, multiplies each micro-batch's mean loss before its
+    backward pass; None: nothing does. Gradients are of the loss total, once multiplied by `unscale` (float32 scalar),
+    by the trained parameters; they have stored shapes and the placement of plan.gradients. Summed over several
+    micro-batches they have dtype `accumulate` and are unscaled already.
     """
     gathers = any(leaf.zero_axes for leaf in plan.params.values())
-    loss_fn = forget_weights(make_loss_fn(model, loss, points, train=True), points, gathers=gathers)
+    loss_fn = make_loss_fn(model, loss, points, train=True)
 
-    def one(params: Any, model_state: Any, batch: Any, fold: Any) -> Any:
-        differentiate = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, (sums, model_state)), gradients = differentiate(params, model_state, batch, fold)
-        return sums, gradients, model_state
+    def scaled(trained: Any, frozen: Any, model_state: Any, batch: Any, fold: Any, scale: Any) -> Any:
+        total, (sums, model_state) = loss_fn({**trained, **frozen}, model_state, batch, fold)
+        if scale is None:
+            return total, (sums, jnp.float32(1.0), model_state)
+        # Of the mean: a total over many tokens would need a scale far below 1.
+        factor = jax.lax.stop_gradient(scale / jnp.where(sums.loss.weight > 0, sums.loss.weight, 1.0))
+        return total * factor, (sums, 1.0 / factor, model_state)
+
+    differentiate = jax.value_and_grad(forget_weights(scaled, points, gathers=gathers), has_aux=True)
+
+    def one(params: Any, model_state: Any, batch: Any, fold: Any, scale: Any) -> Any:
+        trained = {path: params[path] for path in plan.gradients}
+        frozen = {path: x for path, x in params.items() if path not in plan.gradients}
+        (_, (sums, unscale, model_state)), gradients = differentiate(trained, frozen, model_state, batch, fold, scale)
+        return sums, gradients, unscale, model_state
 
     if num_micro_batches == 1:
-        return lambda params, model_state, batch, step: one(params, model_state, batch, _fold(step, 0))
+        return lambda params, model_state, batch, step, scale: one(params, model_state, batch, _fold(step, 0), scale)
 
     placement = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.gradients.items()}
 
-    def accumulated(params: Any, model_state: Any, batch: Any, step: Any) -> Any:
+    def accumulated(params: Any, model_state: Any, batch: Any, step: Any, scale: Any) -> Any:
         def add(carry: Any, numbered: Any) -> Any:
             sums, gradients, model_state = carry
             number, micro_batch = numbered
-            new_sums, new_gradients, model_state = one(params, model_state, micro_batch, _fold(step, number))
-            wide = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new_gradients)
+            new_sums, new, unscale, model_state = one(params, model_state, micro_batch, _fold(step, number), scale)
+            if scale is not None:
+                new = jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, new)
+            wide = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
             gradients = jax.lax.with_sharding_constraint(wide, placement)
             return (jax.tree.map(jnp.add, sums, new_sums), gradients, model_state), None
 
         micro_batches = split_batch(batch, num_micro_batches, mesh)
         first = jax.tree.map(lambda x: x[0], micro_batches)
-        shapes = jax.eval_shape(one, params, model_state, first, _fold(step, 0))
+        shapes = jax.eval_shape(one, params, model_state, first, _fold(step, 0), scale)
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
         gradients = jax.tree.map(lambda g: jnp.zeros(g.shape, accumulate), shapes[1])
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
@@ -128,7 +146,7 @@ def make_grad_fn(
         # The placement the caller asks for would otherwise reach back into the loop: at stage 1 every micro-batch then
         # gathered the whole gradient once more (measured).
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
-        return sums, gradients, model_state
+        return sums, gradients, jnp.float32(1.0), model_state
 
     return accumulated
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.errors import ModelError
-from jzero.plan import AbstractParam
+from jzero.leaf import AbstractParam
 
 Arrays = dict[str, Any]
 

@@ -1,6 +1,5 @@
 """Plain functions behind the model protocol."""
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import ModelError
+from jzero.leaf import AbstractParam
 from jzero.model_api import RNG, Arrays, abstract_key, fold_in
-from jzero.plan import AbstractParam
+from jzero.paths import matching
 from jzero.usepoint import gather
 
 
@@ -83,18 +83,9 @@ def adapt_function(function: Function) -> FunctionModel:
                 f"{path}: a parameter of dtype {leaf.dtype} has no gradient; let apply close over it instead of init "
                 "returning it."
             )
-    stacked = {path for pattern in function.stacked for path in _matching(pattern, flat)}
+    stacked = matching("jzero.Function: stacked", function.stacked, flat)
     params = {path: AbstractParam(leaf.shape, leaf.dtype, int(path in stacked)) for path, leaf in flat.items()}
     return FunctionModel(function, jax.tree.structure(shapes), params)
-
-
-def _matching(pattern: str, flat: Mapping[str, Any]) -> list[str]:
-    found = fnmatch.filter(flat, pattern)
-    if not found:
-        raise ModelError(
-            f"jzero.Function: stacked names {pattern!r}, which matches no parameter. There are {', '.join(flat)}."
-        )
-    return found
 
 
 def _flat(tree: Any) -> Arrays:

@@ -14,8 +14,8 @@ from flax.linen.spmd import logical_to_mesh_axes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jzero.errors import ModelError
+from jzero.leaf import AbstractParam, Entry
 from jzero.model_api import RNG, Arrays, abstract_key, assert_carried, fold_in, host_copies
-from jzero.plan import AbstractParam, Entry
 
 
 @dataclass(frozen=True)

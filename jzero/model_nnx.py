@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jzero.errors import ModelError
+from jzero.leaf import AbstractParam
 from jzero.model_api import Arrays, assert_carried, fold_in, host_copies
-from jzero.plan import AbstractParam
 from jzero.usepoint import Gathered
 
 

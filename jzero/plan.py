@@ -6,111 +6,45 @@ plans a 64-device job on a laptop.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
-from jzero.config import PrecisionConfig, ZeroConfig
-from jzero.errors import PlanError
-
-Entry = str | tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class AbstractParam:
-    """A parameter before it exists.
-
-    shape: true shape, leading stack dims of scanned layers included. dtype: as the model creates it.
-    stack_ndim: how many leading dims are layer stacks; ZeRO never splits those.
-    spec: the model's own placement over mesh axes, one entry a dim (empty: none); it stays, ZeRO goes on top.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    stack_ndim: int = 0
-    spec: tuple[Entry, ...] = ()
-
-
-@dataclass(frozen=True)
-class LeafPlan:
-    """One array of the state: its true and stored shape, dtype, placement and the reason for it.
-
-    dim is the dimension ZeRO splits in some tree of this leaf (and pads, where stored_shape exceeds shape), else None.
-    zero_axes are the mesh axes it is split over *in this tree*; empty means whole.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
-    dtype: Any
-    own_spec: tuple[Entry, ...]
-    dim: int | None
-    zero_axes: tuple[str, ...]
-    reason: str
-
-    @property
-    def spec(self) -> PartitionSpec:
-        entries = list(self.own_spec)
-        if self.zero_axes and self.dim is not None:
-            entries[self.dim] = self.zero_axes
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
-
-    @property
-    def own_axes(self) -> set[str]:
-        """The mesh axes that the model itself splits the leaf over."""
-        return {axis for entry in self.own_spec for axis in _names(entry)}
-
-    @property
-    def whole(self) -> "LeafPlan":
-        """The same leaf with only the model's own axes: what compute sees before padding is cut off."""
-        return replace(self, zero_axes=())
-
-    @property
-    def padded(self) -> bool:
-        return self.shape != self.stored_shape
-
-    def bytes_per_device(self, axis_sizes: Mapping[str, int]) -> int:
-        elements = math.prod(self.stored_shape)
-        for entry in self.spec:
-            elements //= _extent(entry, axis_sizes)
-        return elements * self.dtype.itemsize
-
-    def pad(self, array: Any) -> Any:
-        """True shape to stored shape, zeros beyond; numpy in, numpy out."""
-        if not self.padded:
-            return array
-        xp = np if isinstance(array, np.ndarray) else jnp
-        return xp.pad(array, [(0, s - n) for n, s in zip(self.shape, self.stored_shape, strict=True)])
-
-    def cut(self, array: Any) -> Any:
-        """Stored shape to true shape."""
-        return array[tuple(slice(0, n) for n in self.shape)] if self.padded else array
+from jzero.config import LossScaleConfig, PrecisionConfig, ZeroConfig
+from jzero.errors import ConfigError, PlanError
+from jzero.leaf import AbstractParam, Entry, LeafPlan, axis_extent, axis_names
+from jzero.loss_scale import init_loss_scale
+from jzero.paths import matching
+from jzero.rounding import widened
 
 
 @dataclass(frozen=True)
 class Plan:
     """The placement of a whole training state, by parameter path.
 
-    weights: what the optimizer updates, placed as it updates it. master: the same where that is a copy of its own, else
-    empty. optimizer: LeafPlans in the structure of the optax state.
+    params: at rest, frozen ones included. compute: their dtypes where the model reads them. initial: all of them as
+    their first values are computed, frozen ones too. The trees from here on are of trained parameters only. weights:
+    what the optimizer updates, placed as it updates it. master: those of them that are copies of their own. optimizer:
+    LeafPlans in the structure of the optax state. ema: the moving average of the weights, empty where none is kept.
+    loss_scale: scalars, for float16.
     """
 
     axis_sizes: Mapping[str, int]
     stage: int
     params: Mapping[str, LeafPlan]
+    compute: Mapping[str, Any]
+    initial: Mapping[str, LeafPlan]
     gradients: Mapping[str, LeafPlan]
     weights: Mapping[str, LeafPlan]
     master: Mapping[str, LeafPlan]
     optimizer: Any
+    ema: Mapping[str, LeafPlan]
     model_state: Mapping[str, LeafPlan]
+    loss_scale: Mapping[str, LeafPlan]
 
     def trees(self) -> dict[str, list[LeafPlan]]:
         """The leaves by tree; `optimizer` holds the master weights too, as the papers count them."""
@@ -118,16 +52,18 @@ class Plan:
             "parameters": list(self.params.values()),
             "gradients": list(self.gradients.values()),
             "optimizer": [*self.master.values(), *_leaves(self.optimizer)],
+            "ema": list(self.ema.values()),
             "model_state": list(self.model_state.values()),
         }
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Exact bytes on each device by tree: parameters, gradients, optimizer, and model_state where there is any."""
+        """Exact bytes on each device by tree: parameters, gradients, optimizer, and ema and model_state where there are
+        any."""
         sums = {
             tree: sum(leaf.bytes_per_device(self.axis_sizes) for leaf in leaves)
             for tree, leaves in self.trees().items()
         }
-        return {tree: n for tree, n in sums.items() if n or tree != "model_state"}
+        return {tree: n for tree, n in sums.items() if n or tree not in ("ema", "model_state")}
 
     def whole_leaves(self) -> dict[str, LeafPlan]:
         """Parameters that no tree of a sharded stage splits, by path."""
@@ -147,13 +83,20 @@ def make_plan(
     model_state: Mapping[str, jax.ShapeDtypeStruct] | None = None,
     *,
     accumulating: bool = False,
+    frozen: Sequence[str] = (),
+    ema: bool = False,
 ) -> Plan:
     """The placement of every leaf of the training state.
 
     accumulating: gradients are summed over several micro-batches, so their tree has the accumulation dtype
-    (`precision.accumulate`) instead of the parameters' own. Raises PlanError naming the parameter, dimension, size and
-    axis size for a model's own spec that does not fit.
+    (`precision.accumulate`) instead of the parameters' own. frozen: path patterns of parameters that are not trained.
+    ema: a moving average of the weights is kept.
+
+    Raises PlanError naming the parameter, dimension, size and axis size for a model's own spec that does not fit, and
+    ConfigError for a pattern that matches nothing.
     """
+    trained = trainable(params, frozen)
+    kept = matching("precision.keep_float32", precision.keep_float32, params)
     axes = zero_axes(zero, axis_sizes)
     widest = max(axes.values(), key=len)
     placed = {
@@ -161,36 +104,51 @@ def make_plan(
         for path, p in params.items()
     }
 
-    def tree(kind: str, dtype: str | None) -> dict[str, LeafPlan]:
+    def dtype(path: str, wanted: str) -> Any:
+        return stored_dtype(params[path].dtype, "float32" if path in kept else wanted)
+
+    def tree(kind: str, wanted: str, paths: Iterable[str]) -> dict[str, LeafPlan]:
         return {
             path: replace(
-                leaf,
-                dtype=stored_dtype(params[path].dtype, dtype),
-                zero_axes=_on_top(axes[kind], leaf),
-                reason=_reason(leaf, kind, _on_top(axes[kind], leaf), zero.stage),
+                placed[path],
+                dtype=dtype(path, wanted),
+                zero_axes=_on_top(axes[kind], placed[path]),
+                reason=_reason(placed[path], kind, _on_top(axes[kind], placed[path]), zero.stage),
             )
-            for path, leaf in placed.items()
+            for path in paths
         }
 
-    weights = tree("optimizer", precision.master or precision.params)
+    at_rest = tree("parameters", precision.params, params)
+    weights = tree("optimizer", precision.master or precision.params, trained)
     return Plan(
         axis_sizes=dict(axis_sizes),
         stage=zero.stage,
-        params=tree("parameters", precision.params),
-        gradients=tree("gradients", precision.accumulate if accumulating else precision.params),
+        params=at_rest,
+        compute={path: dtype(path, precision.compute) for path in params},
+        initial={**tree("optimizer", precision.params, params), **weights},
+        gradients=tree("gradients", precision.accumulate if accumulating else precision.params, trained),
         weights=weights,
-        master=weights if has_master(precision) else {},
-        optimizer=_plan_optimizer(optimizer, weights, axes["optimizer"], axis_sizes, zero),
+        master={path: leaf for path, leaf in weights.items() if leaf.dtype != at_rest[path].dtype},
+        optimizer=_plan_optimizer(optimizer, weights, axes["optimizer"], axis_sizes, zero, precision.moments),
+        ema={path: replace(leaf, dtype=widened(leaf.dtype)) for path, leaf in weights.items()} if ema else {},
         model_state={
             path: _unsplit(path, leaf.shape, leaf.dtype, "whole: model state, not a parameter")
             for path, leaf in (model_state or {}).items()
         },
+        loss_scale={
+            name: _unsplit(name, (), x.dtype, "whole: scalar")
+            for name, x in init_loss_scale(LossScaleConfig()).items()
+            if precision.compute == "float16"
+        },
     )
 
 
-def has_master(precision: PrecisionConfig) -> bool:
-    """Whether the optimizer works on a wider copy of the parameters, kept in its own tree."""
-    return precision.master is not None and precision.master != precision.params
+def trainable(paths: Collection[str], frozen: Sequence[str]) -> list[str]:
+    """The paths that no pattern freezes, in their order. Raises ConfigError where none is left."""
+    excluded = matching("train.frozen", frozen, paths)
+    if len(excluded) == len(paths):
+        raise ConfigError(f"train.frozen = {list(frozen)}: matches every parameter, so there is nothing to train.")
+    return [path for path in paths if path not in excluded]
 
 
 def zero_axes(zero: ZeroConfig, axis_sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -212,11 +170,6 @@ def zero_axes(zero: ZeroConfig, axis_sizes: Mapping[str, int]) -> dict[str, tupl
 def stored_dtype(declared: Any, wanted: str | None) -> Any:
     """The wanted floating dtype for a floating leaf; anything else keeps its own."""
     return jnp.dtype(wanted) if wanted and jnp.issubdtype(declared, jnp.floating) else jnp.dtype(declared)
-
-
-def map_leaves(f: Callable[..., Any], plans: Any, *trees: Any) -> Any:
-    """tree.map over a tree of LeafPlans and trees of its structure."""
-    return jax.tree.map(f, plans, *trees, is_leaf=lambda x: isinstance(x, LeafPlan))
 
 
 def choose_dim(
@@ -247,7 +200,7 @@ def _place(
     filled in later. Axes that the model's own spec has taken are not used again."""
     whole = _unsplit(path, shape, None, "", own_spec)
     gathered, min_elements = math.prod(shape[stack_ndim:]), zero.min_shard_elements
-    count = _extent(_unused(axes, whole), axis_sizes)
+    count = axis_extent(_unused(axes, whole), axis_sizes)
     if not axes:
         return replace(whole, reason="whole: nothing to split over")
     if count == 1:
@@ -296,7 +249,7 @@ def _own_spec(path: str, param: AbstractParam, axis_sizes: Mapping[str, int]) ->
     spec = param.spec + (None,) * (len(param.shape) - len(param.spec))
     seen = set()
     for dim, entry in enumerate(spec):
-        for axis in _names(entry):
+        for axis in axis_names(entry):
             if axis not in axis_sizes:
                 raise PlanError(
                     f"{path}: dim {dim} names axis {axis!r}, which the mesh has not. "
@@ -308,10 +261,10 @@ def _own_spec(path: str, param: AbstractParam, axis_sizes: Mapping[str, int]) ->
                     f"model's own sharding is {param.spec}. Leave one of them out."
                 )
             seen.add(axis)
-        if param.shape[dim] % _extent(entry, axis_sizes):
+        if param.shape[dim] % axis_extent(entry, axis_sizes):
             raise PlanError(
                 f"{path}: dim {dim} of size {param.shape[dim]} does not divide over {entry!r} of size "
-                f"{_extent(entry, axis_sizes)}, as the model's own {param.spec} asks. Change the size or the axis."
+                f"{axis_extent(entry, axis_sizes)}, as the model's own {param.spec} asks. Change the size or the axis."
             )
     return spec
 
@@ -322,32 +275,44 @@ def _plan_optimizer(
     axes: tuple[str, ...],
     axis_sizes: Mapping[str, int],
     zero: ZeroConfig,
+    moments: str | None,
 ) -> Any:
-    """LeafPlans in the structure of the optax state: a leaf under its parameter's path and of its shape follows the
-    parameter, any other array is placed by its own shape, scalars stay whole."""
+    """LeafPlans in the structure of the optax state.
+
+    An array under its parameter's path that has as many dims follows the parameter where it has the parameter's size
+    along the dim that is split: moments do, and the scales of blocks along another dim. Of the rest it takes what its
+    sizes share with the parameter's. Any other array is placed by its own shape; scalars stay whole. moments: the dtype
+    of float arrays.
+    """
     abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in weights.items()}
 
     def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> LeafPlan:
         # By path, not by optax.tree_map_params: that fails on masked states (measured: optax 0.2.8, contrib.muon).
         named = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey) and key.key in weights]
-        placed = weights[named[-1]] if named else None
-        if placed is None or placed.shape != leaf.shape:
+        placed = _follow(weights[named[-1]], leaf.shape) if named else None
+        if placed is None:
             placed = _place("", leaf.shape, 0, (None,) * len(leaf.shape), axes, axis_sizes, zero)
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        return replace(placed, path=path, dtype=leaf.dtype, zero_axes=_on_top(axes, placed))
+        dtype = stored_dtype(leaf.dtype, moments) if moments and leaf.ndim else leaf.dtype
+        return replace(placed, path=path, dtype=dtype, zero_axes=_on_top(axes, placed))
 
     with jax.numpy_dtype_promotion("standard"):  # as optax relies on
         state = jax.eval_shape(optimizer.init, abstract)
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def _follow(param: LeafPlan, shape: tuple[int, ...]) -> LeafPlan | None:
+    """An array of that shape placed as its parameter, padding included; None where it has another size along the dim
+    that is split, or other dims."""
+    if len(shape) != len(param.shape):
+        return None
+    shared = [n == own for n, own in zip(shape, param.shape, strict=True)]
+    if not (all(shared) if param.dim is None else shared[param.dim]):
+        return None
+    stored = tuple(s if same else n for n, s, same in zip(shape, param.stored_shape, shared, strict=True))
+    own_spec = tuple(entry if same else None for entry, same in zip(param.own_spec, shared, strict=True))
+    return replace(param, shape=shape, stored_shape=stored, own_spec=own_spec)
+
+
 def _leaves(tree: Any) -> Iterator[LeafPlan]:
     return iter(jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LeafPlan)))
-
-
-def _names(entry: Entry) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _extent(entry: Entry, axis_sizes: Mapping[str, int]) -> int:
-    return math.prod(axis_sizes[axis] for axis in _names(entry))

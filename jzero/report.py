@@ -6,7 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jzero.plan import LeafPlan, Plan
+from jzero.leaf import LeafPlan
+from jzero.plan import Plan
 
 _SHOWN = 8
 
@@ -48,9 +49,9 @@ def _notes(plan: Plan) -> list[Text]:
             "whole",
             [(leaf.path, leaf.reason.removeprefix("whole: "), _bytes(leaf)) for leaf in plan.whole_leaves().values()],
         )
-    # Of the weights the optimizer updates: the parameters' own reason may be that their stage keeps them whole.
+    # As first computed: the parameters' own reason may be that their stage keeps them whole.
     padded = [
-        (leaf.path, plan.weights[path].reason, _bytes(leaf) - math.prod(leaf.shape) * leaf.dtype.itemsize)
+        (leaf.path, plan.initial[path].reason, _bytes(leaf) - math.prod(leaf.shape) * leaf.dtype.itemsize)
         for path, leaf in plan.params.items()
         if leaf.padded
     ]

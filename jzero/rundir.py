@@ -33,6 +33,14 @@ NOT_IDENTITY = {
     "optimizer.final_learning_rate",
     "optimizer.clip_norm",
 }
+IDENTITY_FIELDS = (
+    "train.seed",
+    "train.frozen",
+    "train.ema_decay",
+    "checkpoint.start_from",
+    "checkpoint.start_averaged",
+    "checkpoint.start_skip",
+)
 
 
 @dataclass(frozen=True)
@@ -183,9 +191,9 @@ def find_differences(earlier: Config, now: Config) -> list[str]:
 
 def _identity(config: Config) -> dict[str, Any]:
     sections = config.model_dump(mode="json")
-    fields = {f"{s}.{name}": value for s in IDENTITY_SECTIONS for name, value in sections[s].items()}
-    identity = {name: value for name, value in fields.items() if name not in NOT_IDENTITY}
-    return identity | {"train.seed": config.train.seed}
+    fields = {f"{section}.{name}": value for section, group in sections.items() for name, value in group.items()}
+    named = [name for name in fields if name.partition(".")[0] in IDENTITY_SECTIONS and name not in NOT_IDENTITY]
+    return {name: fields[name] for name in [*named, *IDENTITY_FIELDS]}
 
 
 def _earlier_config(directory: RunDirectory, record: dict[str, Any] | None) -> Config | None:

@@ -10,8 +10,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.errors import PlanError
+from jzero.leaf import LeafPlan, map_leaves
 from jzero.model_api import Model
-from jzero.plan import LeafPlan, Plan, map_leaves
+from jzero.plan import Plan
+from jzero.rounding import widened
 
 
 @jax.tree_util.register_dataclass
@@ -19,36 +21,42 @@ from jzero.plan import LeafPlan, Plan, map_leaves
 class TrainState:
     """Everything a step changes. Arrays have stored shapes (padded where a split dim does not divide).
 
-    step: int32, optimizer steps done, skipped ones included. params: at rest. master: wider copies the optimizer works
-    on, empty where it works on params. model_state: BatchNorm statistics, random keys and the like. skipped: int32,
-    steps that changed nothing. skipped_in_a_row: int32, how many of the last steps were skipped for non-finite values.
+    step: int32, optimizer steps done, skipped ones included. params: at rest, frozen ones too. master: wider copies the
+    optimizer works on, of those parameters that have one. ema: moving average of the weights, empty where none is kept.
+    model_state: BatchNorm statistics, random keys and the like. skipped: int32, steps that changed nothing.
+    skipped_in_a_row: int32, how many of the last steps were skipped for non-finite values. loss_scale: see
+    `jzero.loss_scale`; empty but for float16.
     """
 
     step: Any
     params: dict[str, Any]
     master: dict[str, Any]
     opt_state: Any
+    ema: dict[str, Any]
     model_state: dict[str, Any]
     skipped: Any
     skipped_in_a_row: Any
+    loss_scale: dict[str, Any]
 
-    @property
-    def weights(self) -> dict[str, Any]:
-        """What the optimizer updates: master weights where there are any, else the parameters."""
-        return self.master or self.params
+
+def weights_of(state: TrainState, plan: Plan) -> dict[str, Any]:
+    """What the optimizer updates: of each trained parameter the master copy where there is one, else itself."""
+    return {path: state.master.get(path, state.params[path]) for path in plan.weights}
 
 
 def plan_tree(plan: Plan) -> TrainState:
     """A TrainState whose leaves are LeafPlans."""
     counter = LeafPlan("", (), (), jnp.dtype(jnp.int32), (), None, (), "whole: scalar")
     return TrainState(
-        counter,
-        dict(plan.params),
-        dict(plan.master),
-        plan.optimizer,
-        dict(plan.model_state),
-        counter,
-        counter,
+        step=counter,
+        params=dict(plan.params),
+        master=dict(plan.master),
+        opt_state=plan.optimizer,
+        ema=dict(plan.ema),
+        model_state=dict(plan.model_state),
+        skipped=counter,
+        skipped_in_a_row=counter,
+        loss_scale=dict(plan.loss_scale),
     )
 
 
@@ -57,47 +65,74 @@ def shardings(plan: Plan, mesh: Mesh) -> TrainState:
     return map_leaves(lambda leaf: NamedSharding(mesh, leaf.spec), plan_tree(plan))
 
 
-def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh, seed: int) -> TrainState:
-    """The state of a seed, made in place: each device computes its own shards; values do not depend on placement."""
-    placement = shardings(plan, mesh)
-    weight_plans = plan.master or plan.params
-    sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.weights.items()}
+def init_values(model: Model, plan: Plan, mesh: Mesh, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights of a seed, or those that the user brought, and the model state; made in place: each device computes
+    its own shards, and values do not depend on placement. By path, in the dtypes of plan.initial."""
+    sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.initial.items()}
 
     def create(key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
         params, model_state = model.init(key)
-        padded = {p: leaf.pad(params[p].astype(leaf.dtype)) for p, leaf in weight_plans.items()}
+        padded = {path: leaf.pad(params[path].astype(leaf.dtype)) for path, leaf in plan.initial.items()}
         # Computed in the optimizer's shards, which the padding was made for, whatever the placement at rest. Split over
         # fewer devices they would be computed across the shards' borders, in other roundings (measured).
         return jax.lax.with_sharding_constraint(padded, sharded), model_state
 
-    def finish(weights: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        params = {path: weights[path].astype(leaf.dtype) for path, leaf in plan.params.items()}
-        with jax.numpy_dtype_promotion("standard"):  # as optax relies on
-            opt_state = optimizer.init({path: leaf.cut(weights[path]) for path, leaf in weight_plans.items()})
-        return params if plan.master else {}, map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
-
-    out = (placement.weights, placement.model_state)
+    out = (weight_shardings(plan, mesh), shardings(plan, mesh).model_state)
     given = model.given(seed)
     if given is None:
-        weights, model_state = jax.jit(create, out_shardings=out)(jax.random.key(seed))
-    else:
-        params, values = given
-        host = {p: leaf.pad(params[p].astype(leaf.dtype)) for p, leaf in weight_plans.items()}
-        # device_put may alias host memory, and the state is donated to every step: copy.
-        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=out)
-        weights, model_state = copy(jax.device_put((host, values), out))
-    params, opt_state = jax.jit(finish, out_shardings=(placement.params if plan.master else {}, placement.opt_state))(
-        weights
-    )
+        return jax.jit(create, out_shardings=out)(jax.random.key(seed))
+    params, state = given
+    host = {path: leaf.pad(params[path].astype(leaf.dtype)) for path, leaf in plan.initial.items()}
+    # device_put may alias host memory, and the state is donated to every step: copy.
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=out)
+    return copy(jax.device_put((host, state), out))
+
+
+def init_state(
+    values: Mapping[str, Any],
+    model_state: Mapping[str, Any],
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    mesh: Mesh,
+    loss_scale: Mapping[str, Any],
+) -> TrainState:
+    """The state before the first step, of what `init_values` returns; it takes the arrays over. loss_scale: its scalars
+    to start from; taken where the plan has them."""
+    placement = shardings(plan, mesh)
+
+    def finish(values: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+        params = {path: values[path].astype(plan.params[path].dtype) for path in plan.master}
+        wide = {path: leaf.cut(values[path]).astype(widened(leaf.dtype)) for path, leaf in plan.weights.items()}
+        with jax.numpy_dtype_promotion("standard"):  # as optax relies on
+            opt_state = optimizer.init(wide)
+        # A copy: jit hands back what it was given, and no buffer may be donated twice.
+        ema = {path: jnp.copy(values[path]).astype(leaf.dtype) for path, leaf in plan.ema.items()}
+        return params, _store(plan.optimizer, opt_state), ema
+
+    narrow = {path: placement.params[path] for path in plan.master}
+    finish_all = jax.jit(finish, out_shardings=(narrow, placement.opt_state, placement.ema))
+    params, opt_state, ema = finish_all(dict(values))
     return TrainState(
         step=_counter(placement),
-        params=params if plan.master else weights,
-        master=weights if plan.master else {},
+        params={path: params.get(path, values[path]) for path in plan.params},
+        master={path: values[path] for path in plan.master},
         opt_state=opt_state,
-        model_state=model_state,
+        ema=ema,
+        model_state=dict(model_state),
         skipped=_counter(placement),
         skipped_in_a_row=_counter(placement),
+        loss_scale={name: jax.device_put(loss_scale[name], place) for name, place in placement.loss_scale.items()},
     )
+
+
+def weight_shardings(plan: Plan, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Where the values of `init_values` lie: those of the optimizer's own copies as these, the others at rest."""
+    return {path: NamedSharding(mesh, plan.master.get(path, leaf).spec) for path, leaf in plan.params.items()}
+
+
+def _store(plans: Any, tree: Any) -> Any:
+    """Arrays in true shapes as they are kept: padded, in the planned dtype."""
+    return map_leaves(lambda leaf, x: leaf.pad(x if x.dtype == leaf.dtype else x.astype(leaf.dtype)), plans, tree)
 
 
 def assert_placement(state: TrainState, plan: Plan, mesh: Mesh) -> None:

@@ -1,6 +1,6 @@
-"""One optimizer step and one evaluation, each a single jitted program."""
+"""One optimizer update and one evaluation, each a single jitted program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,9 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jzero.config import LossScaleConfig
 from jzero.grads import make_loss_fn, split_batch
-from jzero.plan import Plan, map_leaves
-from jzero.state import TrainState, shardings
+from jzero.gradstats import gradient_stats
+from jzero.leaf import LeafPlan, map_leaves
+from jzero.loss_scale import update_loss_scale
+from jzero.plan import Plan
+from jzero.rounding import round_stochastically, widened
+from jzero.state import TrainState, shardings, weights_of
 
 Metrics = dict[str, jax.Array]
 
@@ -24,49 +29,67 @@ def make_train_step(
     elementwise: bool,
     clip_norm: float | None,
     schedule: optax.Schedule | None,
+    loss_scale: LossScaleConfig,
+    ema_decay: float | None,
+    rounding_seed: int | None,
+    norm_groups: Mapping[str, Sequence[str]],
+    histogram: bool,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """step(state, batch) -> (state, metrics), jitted; the given state is donated and must not be used again.
 
     elementwise: the optimizer moves each element by that element's own history, so it may run on padded shards; any
     other one is given padded leaves in their true shape. schedule: for the learning_rate metric, of applied steps.
+    ema_decay: of plan.ema. rounding_seed: what is stored in bfloat16 is rounded stochastically; None: to nearest.
+    norm_groups, histogram: see `gradient_stats`.
 
     The gradient is the sum over the batch divided by the summed weight; its norm is taken once over every element, then
-    clipped to clip_norm. A step whose loss or norm is not finite, or whose weight is zero, changes only counters.
+    clipped to clip_norm. A step whose loss or norm is not finite, or whose weight is zero, changes only counters and
+    the loss scale.
     """
     placement = shardings(plan, mesh)
     sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.weights.items()}
-
     update = _make_update(optimizer, plan, sharded, placement.opt_state, elementwise)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        sums, gradients, model_state = grad_fn(state.params, state.model_state, batch, state.step)
-        weights = jax.lax.with_sharding_constraint(state.weights, sharded)
+        # The scale of this step's backward pass is the one to divide by, whatever it becomes afterwards.
+        scale = state.loss_scale.get("scale")
+        sums, gradients, unscale, model_state = grad_fn(state.params, state.model_state, batch, state.step, scale)
+        weights = jax.lax.with_sharding_constraint(weights_of(state, plan), sharded)
         gradients = jax.lax.with_sharding_constraint(gradients, sharded)
         means = sums.means()
         # In the plan's order: jit and constraints sort a dict by its keys.
-        gradients = {path: gradients[path] for path in plan.gradients}
-        norm, broken, gradients = _average_and_clip(gradients, weights, sums.loss.weight, clip_norm)
+        gradients = _average({path: gradients[path] for path in plan.gradients}, unscale, sums.loss.weight)
+        stats = gradient_stats(gradients, plan.gradients, norm_groups, histogram)
+        norm, broken, gradients = _measure_and_clip(gradients, clip_norm)
         finite = jnp.isfinite(norm) & jnp.isfinite(means["loss"]) & jnp.isfinite(sums.loss.weight)
         applied = finite & (sums.loss.weight > 0)
-        new_weights, new_opt_state = update(gradients, state.opt_state, weights)
+        key = None if rounding_seed is None else jax.random.fold_in(jax.random.key(rounding_seed), state.step)
+        new_weights, new_opt_state = update(gradients, state.opt_state, weights, key)
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
         new_weights = keep(new_weights, weights)
-        # Cast before the gather that the output's placement asks for: it then carries the parameters' own dtype.
-        params = {path: new_weights[path].astype(leaf.dtype) for path, leaf in plan.params.items()}
+        averaged = _move_average(state.ema, new_weights, ema_decay)
+        new_scale, exhausted = {}, None
+        if state.loss_scale:
+            new_scale, exhausted = update_loss_scale(loss_scale, state.loss_scale, ~finite)
         new_state = TrainState(
             step=state.step + 1,
-            params=params,
-            master=new_weights if plan.master else {},
+            # Cast before the gather that the output's placement asks for: it then carries the parameters' own dtype.
+            params={**state.params, **{p: x.astype(plan.params[p].dtype) for p, x in new_weights.items()}},
+            master={path: new_weights[path] for path in plan.master},
             opt_state=keep(new_opt_state, state.opt_state),
+            ema=keep(averaged, state.ema),
             model_state=keep(model_state, state.model_state),
             skipped=jnp.where(applied, state.skipped, state.skipped + 1),
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            loss_scale=new_scale,
         )
         counters = {"skipped": new_state.skipped, "skipped_in_a_row": new_state.skipped_in_a_row}
-        metrics = {**means, "grad_norm": norm, **counters, "non_finite_leaf": broken}
+        metrics = {**means, "grad_norm": norm, **counters, "non_finite_leaf": broken, **stats}
+        if scale is not None:
+            metrics |= {"loss_scale": scale, "loss_scale_exhausted": exhausted}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         return new_state, metrics
@@ -76,10 +99,14 @@ def make_train_step(
 
 def _make_update(
     optimizer: optax.GradientTransformation, plan: Plan, weight_shardings: Any, state_shardings: Any, elementwise: bool
-) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """update(gradients, opt_state, weights) -> (weights, opt_state), all in stored shapes and sharded."""
+) -> Callable[..., tuple[Any, Any]]:
+    """update(gradients, opt_state, weights, key) -> (weights, opt_state), all in stored shapes and sharded. Computed in
+    float32 and stored in the planned dtypes, rounded stochastically where there is a key."""
+    own = _own_dtypes(optimizer, plan)
 
-    def update(gradients: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
+    def update(gradients: Any, opt_state: Any, weights: Any, key: Any) -> tuple[Any, Any]:
+        weights = {path: _cast(x, widened(x.dtype)) for path, x in weights.items()}
+        opt_state = map_leaves(lambda leaf, x, dtype: _cast(x, dtype), plan.optimizer, opt_state, own)
         if not elementwise:
             gradients, weights = (
                 {p: leaf.cut(tree[p]) for p, leaf in plan.weights.items()} for tree in (gradients, weights)
@@ -92,21 +119,62 @@ def _make_update(
         if not elementwise:
             weights = {path: leaf.pad(weights[path]) for path, leaf in plan.weights.items()}
             opt_state = map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
-        return jax.lax.with_sharding_constraint((weights, opt_state), (weight_shardings, state_shardings))
+        stored = _round((dict(plan.weights), plan.optimizer), (weights, opt_state), key)
+        return jax.lax.with_sharding_constraint(stored, (weight_shardings, state_shardings))
 
     return update
 
 
+def _own_dtypes(optimizer: optax.GradientTransformation, plan: Plan) -> Any:
+    """The dtypes that the optimizer itself keeps its state in, in the structure of the state."""
+    wide = {path: jax.ShapeDtypeStruct(leaf.shape, widened(leaf.dtype)) for path, leaf in plan.weights.items()}
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.tree.map(lambda x: x.dtype, jax.eval_shape(optimizer.init, wide))
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _round(plans: Any, tree: Any, key: Any) -> Any:
+    """Arrays in stored shapes in the planned dtypes."""
+    numbers = iter(range(len(jax.tree.leaves(tree))))
+
+    def store(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        number = next(numbers)
+        if key is None or leaf.dtype != jnp.bfloat16 or x.dtype != jnp.float32:
+            return _cast(x, leaf.dtype)
+        # Drawn in the true shape: the padding, and with it the device count, has no say.
+        bits = jax.random.bits(jax.random.fold_in(key, number), leaf.shape, jnp.uint16)
+        return round_stochastically(x, leaf.pad(bits))
+
+    return map_leaves(store, plans, tree)
+
+
+def _move_average(ema: dict[str, Any], weights: dict[str, Any], decay: float | None) -> dict[str, Any]:
+    if decay is None:
+        return {}
+    return {path: decay * x + (1 - decay) * weights[path].astype(x.dtype) for path, x in ema.items()}
+
+
 def make_eval_step(
-    model: Any, loss: Any, points: Any, mesh: Mesh, num_micro_batches: int
+    model: Any,
+    loss: Any,
+    points: Any,
+    mesh: Mesh,
+    num_micro_batches: int,
+    params_of: Callable[[TrainState], Mapping[str, Any]],
 ) -> Callable[[TrainState, Any], Metrics]:
     """evaluate(state, batch) -> loss, weight and extra metrics, in evaluation mode; the state is only read. In as many
-    parts, one after the other, as training would take: what a training step has room for has to do."""
+    parts, one after the other, as training would take: what a training step has room for has to do. params_of: which
+    parameters of the state are evaluated."""
     loss_fn = make_loss_fn(model, loss, points, train=False)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
+        params = params_of(state)
+
         def sums_of(micro_batch: Any) -> Any:
-            return loss_fn(state.params, state.model_state, micro_batch, jnp.zeros(2, jnp.int32))[1][0]
+            return loss_fn(params, state.model_state, micro_batch, jnp.zeros(2, jnp.int32))[1][0]
 
         if num_micro_batches == 1:
             return sums_of(batch).means()
@@ -116,15 +184,16 @@ def make_eval_step(
     return jax.jit(evaluate)
 
 
-def _average_and_clip(
-    gradients: dict[str, Any], weights: dict[str, Any], weight: jax.Array, clip_norm: float | None
-) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
-    """The global norm of the mean gradient (float32, before clipping); the number of the first leaf in it that is not
-    finite, or -1; the clipped gradient in the weights' dtypes."""
-    scale = jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)
-    mean = {path: g.astype(jnp.float32) * scale for path, g in gradients.items()}
+def _average(gradients: dict[str, Any], unscale: jax.Array, weight: jax.Array) -> dict[str, Any]:
+    """The gradient of the mean loss, float32; zero where the weight is."""
+    scale = jnp.where(weight > 0, unscale / jnp.where(weight > 0, weight, 1.0), 0.0)
+    return {path: g.astype(jnp.float32) * scale for path, g in gradients.items()}
+
+
+def _measure_and_clip(mean: dict[str, Any], clip_norm: float | None) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    """The global norm before clipping; the number of the first leaf that is not finite, or -1; the clipped gradient."""
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in mean.values()))
     broken = jnp.stack([~jnp.isfinite(g).all() for g in mean.values()])
     first = jnp.where(broken.any(), jnp.argmax(broken), -1).astype(jnp.int32)
     factor = 1.0 if clip_norm is None else clip_norm / jnp.maximum(norm, clip_norm)
-    return norm, first, {path: (g * factor).astype(weights[path].dtype) for path, g in mean.items()}
+    return norm, first, {path: g * factor for path, g in mean.items()}

@@ -5,10 +5,11 @@ command: the parameters, the data and the rows in metrics.jsonl go on as if noth
 """
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,22 +19,30 @@ from rich.console import Console
 from jzero.checkpoint import Checkpointer
 from jzero.config import Config, plan_batch
 from jzero.data import Feed, OwnData, make_data
-from jzero.display import console_sink, say, summary_table
+from jzero.display import say, summary_table
 from jzero.engine import Engine, initialize
-from jzero.errors import CheckpointError, DataError, NonFiniteError
+from jzero.errors import CheckpointError, DataError, NonFiniteError, UserError
 from jzero.loss import WeightedLoss, cross_entropy
-from jzero.manifest import clear_leftovers
+from jzero.manifest import clear_leftovers, listing
 from jzero.mesh import make_mesh
-from jzero.metrics import JsonlSink, MetricWriter, Row, Sink, TensorBoardSink, Throughput, set_aside
-from jzero.models import build_model, generate
+from jzero.metrics import Row, Sink
+from jzero.metrics.flops import tokens_at_peak
+from jzero.metrics.profiler import ProfilerWindow
+from jzero.metrics.throughput import Throughput
+from jzero.metrics.writer import MetricWriter
+from jzero.models import build_model
 from jzero.report import human_bytes
 from jzero.rundir import RunDirectory, assert_usable, find_start, locked, open_run_directory, write_config
+from jzero.sample import sample
 from jzero.signals import StopSignal, stop_signals
+from jzero.sinks import open_sinks
 
 SAMPLE_TEMPERATURE = 0.8  # lively, yet short of noise, for a model of bytes
 
 
-def run_training(config: Config, console: Console | None = None, *, data: OwnData | None = None) -> int:
+def run_training(
+    config: Config, console: Console | None = None, sinks: Sequence[Sink] = (), *, data: OwnData | None = None
+) -> int:
     """Trains up to `train.num_steps`, going on from the run directory's newest checkpoint if there is one.
 
     `data` takes the place of what the config's data section names, windows and batches aside.
@@ -41,16 +50,21 @@ def run_training(config: Config, console: Console | None = None, *, data: OwnDat
     Start the runtime first (`jzero.runtime.start`). Returns the exit code: 0 when the run is complete, now or
     already; 128 plus its number after SIGINT or SIGTERM, with everything saved.
 
+    sinks: take the rows too, beside those of `log`; closed when this returns or raises.
+
     Raises UserError, before anything compiles, for what cannot work or is under way in another process, and
     NonFiniteError when `train.max_skipped_steps` steps in a row had no finite loss and gradient.
     """
     console = console or Console()
-    directory = open_run_directory(config.train.run_dir)
-    with locked(directory):
-        return _run(config, console, directory, data)
+    with ExitStack() as stack:
+        for sink in sinks:
+            stack.callback(sink.close)
+        directory = open_run_directory(config.train.run_dir)
+        stack.enter_context(locked(directory))
+        return _run(config, console, directory, sinks, data)
 
 
-def _run(config: Config, console: Console, directory: RunDirectory, own: OwnData | None) -> int:
+def _run(config: Config, console: Console, directory: RunDirectory, sinks: Sequence[Sink], own: OwnData | None) -> int:
     mesh = make_mesh(config.mesh)
     batch = plan_batch(config.train, mesh.shape["replica"] * mesh.shape["data"])
     latest = find_start(config, directory)
@@ -67,9 +81,11 @@ def _run(config: Config, console: Console, directory: RunDirectory, own: OwnData
     checkpointer = Checkpointer(directory.checkpoints, keep.keep_last, keep.keep_best, keep.asynchronous)
     with closing(checkpointer):
         checkpointer.claim()
-        trainer = Trainer(config, console, directory, checkpointer, data, engine, batch.global_batch_size)
+        trainer = Trainer(config, console, directory, checkpointer, data, engine, batch.global_batch_size, sinks)
         if latest is not None:
             trainer.restore()
+        elif config.checkpoint.start_from is not None:
+            trainer.take_weights(config.checkpoint.start_from)
         return trainer.run()
 
 
@@ -115,6 +131,7 @@ class Trainer:
     data: Feed
     engine: Engine
     batch_size: int
+    sinks: Sequence[Sink] = ()
     progress: Progress = field(default_factory=Progress)
 
     def restore(self) -> None:
@@ -143,20 +160,40 @@ class Trainer:
                 f"optimizer.decay_steps={before} keeps the old one",
             )
 
+    def take_weights(self, run_dir: str) -> None:
+        """Starts from the newest weights of another run."""
+        settings, source = self.config.checkpoint, RunDirectory(Path(run_dir).expanduser().absolute())
+        try:
+            taken = self.engine.load_weights(
+                source.checkpoints, averaged=settings.start_averaged, skip=settings.start_skip
+            )
+        except UserError as error:
+            raise type(error)(f"checkpoint.start_from={run_dir!r}: {error} (skip: checkpoint.start_skip)") from error
+        say(self.console, f"starting from the weights of {source.checkpoint(taken.step)}")
+        if taken.kept:
+            say(self.console, f"as the seed makes them: {', '.join(taken.kept)}")
+        for before, after in sorted(set(taken.converted.values())):
+            paths = [path for path, pair in taken.converted.items() if pair == (before, after)]
+            say(self.console, f"{before} there, {after} here: {listing(paths)}")
+
     def run(self) -> int:
         """Trains to the last step or a signal and saves; returns the exit code."""
-        progress, num_steps = self.progress, self.config.train.num_steps
+        progress, num_steps, log = self.progress, self.config.train.num_steps, self.config.log
+        at_peak = tokens_at_peak(self.config, self.engine.plan, jax.devices()[0].device_kind)
+        throughput = Throughput(self.batch_size * self.config.data.sequence_length, tokens_at_peak=at_peak)
+        traced = range(log.profile_start, log.profile_start + log.profile_steps) if log.profile_start else range(0)
+        leaves = list(self.engine.plan.gradients)
         with assert_usable(self.directory):
             write_config(self.directory, self.config)
-            sinks = self._make_sinks()
-        say(self.console, f"step {progress.step} of {num_steps} in {self.directory.path}")
-        throughput = Throughput(self.batch_size * self.config.data.sequence_length)
         with (
-            closing(MetricWriter(sinks, throughput, list(self.engine.plan.gradients))) as writer,
+            open_sinks(self.config, self.directory, self.console, progress.step) as sinks,
+            closing(MetricWriter([*sinks, *self.sinks], throughput, leaves, log.every)) as writer,
             closing(self.data.train_batches(progress.next_sample, num_steps - progress.step)) as batches,
+            closing(ProfilerWindow(self.directory.path / "profile", traced)) as profiler,
             stop_signals() as stop,
         ):
-            self._loop(batches, writer, throughput, stop)
+            say(self.console, f"step {progress.step} of {num_steps} in {self.directory.path}")
+            self._loop(batches, writer, throughput, profiler, stop)
         if stop.number is not None and progress.step < num_steps:
             name = signal.Signals(stop.number).name
             saved = self.directory.checkpoint(progress.step)
@@ -173,13 +210,16 @@ class Trainer:
         batches: Iterable[dict[str, np.ndarray]],
         writer: MetricWriter,
         throughput: Throughput,
+        profiler: ProfilerWindow,
         stop: StopSignal,
     ) -> None:
         progress, train, save_every = self.progress, self.config.train, self.config.checkpoint.save_every
         save_due = False
         for batch in batches:
+            profiler.step_begins(progress.step + 1)
             metrics = self.engine.step(batch)
             progress.step += 1
+            profiler.step_ends(progress.step, metrics)
             progress.next_sample += self.batch_size
             self._watch(writer.write_step(progress.step, metrics))
             if _due(progress.step, train.eval_every):
@@ -217,7 +257,7 @@ class Trainer:
                 self.console,
                 f"step {row['step']} skipped: {_non_finite(row)}",
             )
-        if progress.skipped_in_a_row >= limit:
+        if progress.skipped_in_a_row >= limit or row.get("loss_scale_exhausted"):
             raise NonFiniteError(self._non_finite_message(row))
 
     def _non_finite_message(self, row: Row) -> str:
@@ -225,29 +265,40 @@ class Trainer:
         progress, latest = self.progress, self.checkpointer.latest_step()
         saved = "none" if latest is None else self.directory.checkpoint(latest)
         finite = "none since this start" if progress.last_finite_loss is None else progress.last_finite_loss
+        limit = f"train.max_skipped_steps={self.config.train.max_skipped_steps}"
+        if row.get("loss_scale_exhausted"):
+            limit = f"loss_scale.minimum={self.config.loss_scale.minimum}: the scale is not to blame"
         return (
             f"step {row['step']} is the last of {progress.skipped_in_a_row} in a row whose loss or gradients are "
-            f"not finite (train.max_skipped_steps={self.config.train.max_skipped_steps}): {_non_finite(row)}.\n"
+            f"not finite ({limit}): {_non_finite(row)}.\n"
             f"Last finite loss: {finite}. Last good checkpoint: {saved}.\n"
             "Lower optimizer.learning_rate or optimizer.clip_norm and start it again, or look at the data from there "
             "on. Should that checkpoint have the fault in it, delete it to go on from the one before."
         )
 
     def _evaluate(self, writer: MetricWriter) -> None:
-        batches = self.data.validation_batches(self.config.train.eval_batches)
-        results = jax.device_get([self.engine.evaluate(batch) for batch in batches])
-        if not results:
+        progress, loss = self.progress, self._validation_loss(averaged=False)
+        if loss is None:
             return  # there is no validation data
+        row: Row = {"step": progress.step, "eval_loss": loss}
+        if self.engine.has_average:
+            row["averaged_eval_loss"] = self._validation_loss(averaged=True)
+        # The best checkpoint is the one whose averaged weights are best, where there are any.
+        progress.eval_loss, progress.evaluated_at = row.get("averaged_eval_loss", loss), progress.step
+        writer.write(row)
+
+    def _validation_loss(self, *, averaged: bool) -> float | None:
+        batches = self.data.validation_batches(self.config.train.eval_batches)
+        results = jax.device_get([self.engine.evaluate(batch, averaged=averaged) for batch in batches])
+        if not results:
+            return None
         weight = sum(float(result["weight"]) for result in results)
-        total = sum(float(result["loss"]) * float(result["weight"]) for result in results)
         if weight == 0:
             raise DataError(
                 f"the loss counts no target of {len(results)} validation batches: raise train.eval_batches or "
                 "data.validation_fraction, or put longer answers there"
             )
-        progress = self.progress
-        progress.eval_loss, progress.evaluated_at = total / weight, progress.step
-        writer.write({"step": progress.step, "eval_loss": progress.eval_loss})
+        return sum(float(result["loss"]) * float(result["weight"]) for result in results) / weight
 
     def _save(self, writer: MetricWriter) -> None:
         writer.sync()  # the row of a step is on the disk before its checkpoint is
@@ -270,20 +321,6 @@ class Trainer:
         )
         progress.saved_at = progress.step
 
-    def _make_sinks(self) -> list[Sink]:
-        log, start = self.config.log, self.progress.step
-        num_steps, metrics = self.config.train.num_steps, self.directory.metrics
-        if start == 0 and (aside := set_aside(metrics)):
-            say(self.console, f"no checkpoint goes with {metrics}: it is now {aside.name}, the run starts anew")
-        with ExitStack() as opened:  # those before one that cannot be opened are closed
-            jsonl = JsonlSink(metrics, start)
-            opened.callback(jsonl.close)
-            sinks: list[Sink] = [jsonl]
-            if log.tensorboard:
-                sinks.append(TensorBoardSink(self.directory.tensorboard, start))
-            opened.pop_all()
-        return [*sinks, console_sink(self.console, start_step=start, num_steps=num_steps, every=log.every)]
-
     def _summarise(self, throughput: Throughput) -> None:
         progress, placed = self.progress, self.engine.plan.bytes_per_device()
         unigram = _number(self.data.unigram_loss)
@@ -295,33 +332,19 @@ class Trainer:
             "bytes per device": ", ".join(f"{tree} {human_bytes(size)}" for tree, size in placed.items()),
             "tokens per second": None if throughput.mean is None else f"{throughput.mean:,.0f}",
             "checkpoint": str(self.directory.checkpoint(progress.step)),
-            "sample": self._sample(),
+            "sample": sample(self.engine, self.config, self.data.tokenizer),
         }
         self.console.print(summary_table(rows))
 
-    def _sample(self) -> str | None:
-        train, tokenizer = self.config.train, self.data.tokenizer
-        if train.sample_tokens == 0 or tokenizer is None:
-            return None
-
-        def continue_text(model: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
-            return generate(
-                model,
-                tokens,
-                key,
-                num_tokens=train.sample_tokens,
-                sequence_length=self.config.data.sequence_length,
-                temperature=SAMPLE_TEMPERATURE,
-            )
-
-        prompt = tokenizer.encode(train.sample_prompt) if train.sample_prompt else [tokenizer.end_of_document]
-        tokens = self.engine.apply(continue_text, np.array([prompt], np.int32), jax.random.key(train.seed))
-        return tokenizer.decode(np.asarray(tokens)[0])
-
 
 def _non_finite(row: Row) -> str:
-    leaf = row.get("non_finite_leaf")
-    return f"loss {row['loss']}" + (f", gradient of {leaf} not finite" if leaf else "")
+    leaf, scale = row.get("non_finite_leaf"), row.get("loss_scale")
+    parts = [
+        f"loss {row['loss']}",
+        f"gradient of {leaf} not finite" if leaf else "",
+        f"loss scale {scale:g}" if scale else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _due(step: int, every: int) -> bool:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import PlanError
 from jzero.jaxprs import Program, equations, own_equations, replace_equations
-from jzero.plan import Plan, stored_dtype
+from jzero.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _gather_backward(use: UsePoint, dropped: int, _: None, cotangent: jax.Array)
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def use_points(plan: Plan, mesh: Mesh, compute_dtype: str) -> dict[str, UsePoint]:
+def use_points(plan: Plan, mesh: Mesh) -> dict[str, UsePoint]:
     """The use point of every parameter of a plan."""
     return {
         path: UsePoint(
@@ -102,9 +102,9 @@ def use_points(plan: Plan, mesh: Mesh, compute_dtype: str) -> dict[str, UsePoint
             leaf.stored_shape,
             leaf.dim,
             leaf.dtype,
-            stored_dtype(leaf.dtype, compute_dtype),
+            plan.compute[path],
             _full(leaf.whole.spec, len(leaf.shape)),
-            _full(plan.gradients[path].spec, len(leaf.shape)),
+            _full(plan.gradients.get(path, leaf).spec, len(leaf.shape)),  # a frozen one has no gradient
             mesh,
         )
         for path, leaf in plan.params.items()

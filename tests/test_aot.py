@@ -18,7 +18,7 @@ from flax import nnx
 from programs import collectives
 
 import jzero
-from jzero.engine import prepare
+from jzero.blueprint import prepare
 from jzero.mesh import topology
 
 pytestmark = pytest.mark.aot

@@ -260,15 +260,15 @@ def test_an_unknown_key_is_refused_with_its_nearest_relative(tree, told):
         ),
         ("optimizer.clip_norm=0", "optimizer.clip_norm = 0: must be more than 0 or null, for example 1.0"),
         ("optimizer.b1=1", "optimizer.b1 = 1: must be less than 1, for example 0.9"),
-        ("optimizer.name=AdamW", "must be 'adamw', 'adam' or 'sgd'; did you mean adamw?"),
+        ("optimizer.name=AdamW", "'schedule_free' or 'adamw8bit'; did you mean adamw?"),
         ("zero.stage=4", "zero.stage = 4: must be 0, 1, 2 or 3, for example 3"),
         ("zero.stage=yes", "zero.stage = true: "),
         ("log.tensorboard='true'", 'log.tensorboard = "true": must be true or false; remove the quotes'),
         ("log.tensorboard=1", "log.tensorboard = 1: must be true or false"),
-        ("precision.params=no", "must be 'float32' or 'bfloat16'; YAML reads a bare yes, no, on or off"),
-        ("precision.params=float16", "precision.params = \"float16\": must be 'float32' or 'bfloat16'"),
-        ("precision.params=null", "precision.params = null: must be 'float32' or 'bfloat16'"),
-        ("precision=bf17", "precision.preset = \"bf17\": must be 'fp32' or 'bf16'; did you mean bf16?"),
+        ("precision.params=no", "must be 'float32', 'bfloat16' or 'float16'; YAML reads a bare yes, no, on or off"),
+        ("precision.accumulate=float16", "precision.accumulate = \"float16\": must be 'float32' or 'bfloat16'"),
+        ("precision.params=null", "precision.params = null: must be 'float32', 'bfloat16' or 'float16'"),
+        ("precision=bf17", "precision.preset = \"bf17\": must be 'fp32', 'bf16' or 'fp16'; did you mean bf16?"),
         ("train.run_dir=2024", "train.run_dir = 2024: must be text; put it in quotes"),
         ("data.paths=a.txt", 'data.paths = "a.txt": must be a list, such as [a, b]'),
         ("data.paths=[a, 3]", "data.paths[1] = 3: must be text"),
@@ -291,7 +291,7 @@ def test_a_wrong_value_is_told_with_path_value_and_remedy(override, told):
 
 
 TEXT_FIELDS = ["run_dir", "sample_prompt", "cache_dir", "text_field", "prompt_field", "answer_field"]
-TEXT_FIELDS += ["tokenizer", "end_token"]
+TEXT_FIELDS += ["tokenizer", "end_token", "start_from", "wandb"]
 
 
 @pytest.mark.parametrize("section", subsections(Config))
@@ -447,6 +447,9 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
             "model.attention = cudnn: runs on GPUs only, and the platform is cpu",
         ),
         ({"model": {"attention": "cudnn"}}, "model.attention = cudnn: has no float32 kernels"),
+        ({"log": {"profile_steps": 5}}, "log.profile_steps = 5: not read without log.profile_start"),
+        ({"log": {"profile_start": 301}}, "log.profile_start = 301: after the last step, train.num_steps = 300"),
+        ({"log": {"wandb": "team/"}}, 'log.wandb = "team/": '),
     ],
 )
 def test_fields_that_contradict_each_other_are_told_with_both_numbers(tree, told):
@@ -466,6 +469,7 @@ def test_fields_that_contradict_each_other_are_told_with_both_numbers(tree, told
         {"model": {"attention": "cudnn"}, "precision": "bf16"},
         {"data": {"source": "synthetic", "synthetic_tokens": 5}},
         {"data": {"source": "text", "paths": ["a", "b*"]}},
+        {"log": {"profile_start": 300, "profile_steps": 5, "wandb": "team/project", "grad_norms": ["layers/*"]}},
         {"data": {**JSONL, "prompt_field": "q", "answer_field": "a"}},
         {"data": {**TOKENS, "tokenizer": None, "end_token_id": 8}, "model": {"vocab_size": 9}},
         {"data": {**JSONL, "tokenizer": "tokenizer.json", "end_token": "</s>"}},
@@ -550,6 +554,8 @@ def test_a_config_cannot_change_and_can_be_a_key():
         ("bf16", "bfloat16", "bfloat16", "float32"),
         ({}, "float32", "float32", None),
         ({"preset": "bf16", "master": None}, "bfloat16", "bfloat16", None),
+        ("fp16", "float16", "float16", "float32"),
+        ({"params": "float16"}, "float16", "float32", "float32"),
         ({"compute": "bfloat16"}, "float32", "bfloat16", None),
         ({"params": "bfloat16", "master": "float32"}, "bfloat16", "float32", "float32"),
         # Updates of bfloat16 parameters are lost without a master: only the word null asks for that.

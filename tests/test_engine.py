@@ -225,7 +225,7 @@ def test_configs_that_cannot_work_are_refused_before_the_model_is_built(config, 
     ids=["not called", "lbfgs", "lookahead", "learning rate", "name"],
 )
 def test_optimizers_that_cannot_work_are_refused_before_anything_is_placed(optimizer, config, message, monkeypatch):
-    monkeypatch.setattr(engine_module, "init_state", pytest.fail)
+    monkeypatch.setattr(engine_module, "init_values", pytest.fail)
     with pytest.raises(jzero.UserError, match=message):
         jzero.initialize(toys.mlp, toys.square_loss, optimizer, config)
 
@@ -620,21 +620,26 @@ def test_arrays_that_are_no_state_are_refused_by_name(trained):
 
 PACKAGE = Path(jzero.__file__).parent
 ORDER = [
-    *("errors", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
+    *("errors", "paths", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
     *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
-    *("runtime", "mesh", "plan", "jaxprs", "optim"),
+    *("runtime", "mesh", "rounding", "loss_scale", "leaf", "plan", "gradstats", "jaxprs", "elementwise", "schedules"),
+    *("adam8bit", "optim"),
     *("loss", "usepoint", "model_api", "model_nnx", "model_linen", "model_function", "adapt"),
-    *("grads", "state", "step", "manifest", "checkpoint", "report", "engine"),
+    *("grads", "state", "step", "manifest", "checkpoint", "report", "blueprint", "warm_start", "engine"),
     *("data.tokenizer", "data.documents", "data.paths", "data.rows", "data.ids", "data.sources"),
     *("data.cache", "data.encode", "data.corpus", "data.windows", "data.pipeline", "data.own", "data.loader", "data"),
-    *("rundir", "metrics", "display", "signals"),
-    *("models.rotary", "models.layers", "models.llama", "models.build", "models.generate", "models"),
-    *("trainer", "train", "bench"),
+    *("rundir", "metrics.rows", "metrics", "metrics.row_files", "metrics.jsonl", "metrics.csv_file"),
+    *("metrics.tensorboard", "metrics.weights_and_biases", "metrics.flops", "metrics.throughput", "metrics.memory"),
+    *("metrics.writer", "metrics.profiler", "metrics.plot", "metrics.__main__", "display", "signals", "sinks"),
+    *("models.rotary", "models.layers", "models.decoder", "models.build", "models.generate", "models"),
+    *("sample", "trainer", "train", "bench"),
 ]
 HOMES = {
     "orbax": {"checkpoint"},
     "grain": {"data.pipeline", "data.own"},
-    "tensorboardX": {"metrics"},
+    "tensorboardX": {"metrics.tensorboard"},
+    "wandb": {"metrics.weights_and_biases"},
+    "matplotlib": {"metrics.plot"},
     "omegaconf": {"config.files"},
     "tokenizers": {"data.tokenizer"},
     "datasets": {"data.rows"},

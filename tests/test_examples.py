@@ -35,8 +35,8 @@ def comments(config: Path) -> str:
 # examples
 
 
-def run_example(name: str, directory: Path) -> list[str]:
-    """The lines it prints."""
+def run_example(name: str, directory: Path, leaves: tuple[str, ...] = ()) -> list[str]:
+    """The lines it prints. `leaves`: the files it leaves behind."""
     source = (REPOSITORY / "examples" / name).read_text()
     assert f"python examples/{name}" in source.split('"""')[1]
     assert len(source.splitlines()) < 85
@@ -47,7 +47,7 @@ def run_example(name: str, directory: Path) -> list[str]:
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert list(directory.iterdir()) == []
+    assert sorted(path.name for path in directory.iterdir()) == sorted(leaves)
     return done.stdout.splitlines()
 
 
@@ -84,6 +84,15 @@ def test_digits_learns_and_restores(tmp_path):
     assert epochs[-1][1] > 0.95
     assert epochs[-1][0] < epochs[0][0]
     assert restored == pytest.approx(epochs[-1], abs=0.0021)
+
+
+def test_memory_per_stage_draws_the_papers_numbers(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra plot")
+    lines = run_example("memory_per_stage.py", tmp_path, leaves=("memory_per_stage.png",))
+    assert (tmp_path / "memory_per_stage.png").read_bytes().startswith(b"\x89PNG")
+    assert sum(line.endswith("as planned") for line in lines) == 2
+    sums = [float(line.split()[-1]) for line in lines if re.match(r" +[0-3] ", line)]
+    assert sums == [119.9, 31.4, 16.6, 1.9]  # of the ZeRO paper: 120, 31.4, 16.6, 1.9
 
 
 def test_a_loop_that_reads_no_results_does_not_pile_up_programs():
@@ -126,11 +135,11 @@ def test_config_says_how_to_run_it(path):
 def test_llama_1b_takes_the_bytes_that_its_comment_says():
     path = REPOSITORY / "configs" / "llama_1b.yaml"
     config, told = load_config(path), comments(path)
-    optimizer = make_optimizer(config.optimizer, config.train.num_steps, None)
 
     def plan(num_devices: int, vocab_size: int) -> jzero.Plan:
         params = adapt(build_model(config.model, vocab_size)).params
         axes = axis_sizes(config.mesh, num_devices)
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps, params)
         return jzero.make_plan(params, axes, config.zero, config.precision, optimizer)
 
     for name, size in plan(8, 257).bytes_per_device().items():

@@ -17,7 +17,7 @@ from toys import HIDDEN, LAYERS, LENGTH, VOCAB, WIDTH
 
 import jzero
 from jzero.adapt import adapt
-from jzero.errors import ModelError, PlanError
+from jzero.errors import ConfigError, ModelError, PlanError
 
 STEPS, ROWS, SEED, CLIP_NORM = 8, 96, 3, 1.0
 ADAM = optax.adam(4e-3)
@@ -557,7 +557,7 @@ def test_given_variables_are_the_start():
     ],
 )
 def test_models_that_cannot_be_driven_are_refused(model, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises((ModelError, ConfigError), match=message):
         adapt(model)
 
 

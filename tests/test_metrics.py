@@ -11,15 +11,31 @@ import select
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from rich.console import Console
 
+from jzero.adapt import adapt
+from jzero.config import make_config
 from jzero.display import LineSink, ProgressSink, console_sink, summary_table
-from jzero.errors import DataError
-from jzero.metrics import JsonlSink, MetricWriter, TensorBoardSink, Throughput, set_aside, take_back
+from jzero.errors import ConfigError, DataError
+from jzero.gradstats import HISTOGRAM_EDGES
+from jzero.metrics.csv_file import CsvSink
+from jzero.metrics.flops import peak_flops, tokens_at_peak
+from jzero.metrics.jsonl import JsonlSink
+from jzero.metrics.memory import memory_in_use
+from jzero.metrics.profiler import ProfilerWindow
+from jzero.metrics.row_files import set_aside, take_back
+from jzero.metrics.tensorboard import TensorBoardSink
+from jzero.metrics.throughput import Throughput
+from jzero.metrics.weights_and_biases import WandbSink
+from jzero.metrics.writer import MetricWriter
+from jzero.models import build_model
+from jzero.plan import make_plan
 
 
 def read(path):
@@ -150,7 +166,57 @@ def test_a_file_set_aside_never_takes_the_place_of_another(tmp_path):
     assert found == {"metrics.jsonl.old": "1\n", "metrics.jsonl.old.2": "2\n", "metrics.jsonl.old.3": "3\n"}
 
 
-@pytest.mark.parametrize("kind", [JsonlSink, TensorBoardSink])
+# metrics.csv
+
+
+def test_a_table_grows_a_column_when_a_row_brings_one(tmp_path):
+    path = tmp_path / "metrics.csv"
+    sink = CsvSink(path)
+    sink.write({"step": 1, "loss": 0.1, "speed": None, "histogram": [1.0, 2.0]})
+    sink.write({"step": 2, "loss": math.nan, "speed": 1 / 3})
+    assert path.read_text() == f"step,loss,speed\n1,0.1,\n2,nan,{1 / 3!r}\n"
+    sink.write({"step": 2, "eval_loss": 5e-324})
+    sink.write({"step": 3, "speed": 2.0, "loss": 1e16})
+    sink.close()
+    assert path.read_text() == f"step,loss,speed,eval_loss\n1,0.1,,\n2,nan,{1 / 3!r},\n2,,,5e-324\n3,1e+16,2.0,\n"
+    assert os.listdir(tmp_path) == ["metrics.csv"]
+
+
+@pytest.mark.parametrize(("cut", "start"), [(0, 2), (1, 2), (4, 2), (0, 0), (34, 0), (39, 0)])
+def test_a_resumed_table_states_each_step_once(tmp_path, cut, start):
+    """Also after a kill in the middle of a line, the header's too."""
+    path = tmp_path / "metrics.csv"
+    straight = CsvSink(tmp_path / "straight.csv")
+    rows = [row(1), row(2), {"step": 2, "eval_loss": 3.0}, row(3)]
+    first = CsvSink(path)
+    for r in rows:
+        straight.write(r)
+        first.write(r)
+    first.close()
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    for again in (start, start):  # a second start without a row in between
+        CsvSink(path, again).close()
+    second = CsvSink(path, start)
+    for r in [r for r in rows if r["step"] > start] + [row(4, learning_rate=0.5)]:
+        second.write(r)
+    straight.write(row(4, learning_rate=0.5))
+    second.close()
+    straight.close()
+    assert path.read_text() == (tmp_path / "straight.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a;b\n1;2\n", 1), ("1,2\n", 1), ("step,loss\n\n", 2), ("step,loss\n1,0.5\n,0.5\n", 3), ("loss,step\n", 1)],
+)
+def test_a_table_that_someone_changed_is_named_and_left(tmp_path, text, line):
+    (tmp_path / "metrics.csv").write_text(text)
+    with pytest.raises(DataError, match=rf"metrics\.csv, line {line}: .*is no row of metrics\.csv.*mend or delete"):
+        CsvSink(tmp_path / "metrics.csv", 1)
+    assert (tmp_path / "metrics.csv").read_text() == text
+
+
+@pytest.mark.parametrize("kind", [JsonlSink, CsvSink, TensorBoardSink])
 def test_a_full_disk_is_told_with_the_file(tmp_path, kind):
     sink, unlimited = kind(tmp_path / "written"), resource.getrlimit(resource.RLIMIT_FSIZE)
     write_more = lambda: [sink.write(row(step)) for step in range(2, 1000)]  # more than any buffer holds
@@ -188,7 +254,6 @@ def test_a_row_is_written_when_the_next_comes_or_when_asked_for(tmp_path):
     assert steps() == [1, 2, 2]
     writer.close()
     assert steps() == [1, 2, 2, 3]
-    assert sink.closed
 
 
 def test_an_evaluation_row_never_overtakes_its_step():
@@ -210,38 +275,123 @@ def test_rows_hold_plain_numbers_of_the_full_device_value():
     assert [type(written[name]) for name in ("loss", "skipped", "good")] == [float, int, bool]
 
 
-def test_close_closes_every_sink_though_one_fails():
+def test_a_sink_that_fails_is_named():
     class Failing(ListSink):
         def write(self, row):
-            raise OSError("disk full")
+            raise ValueError("no")
 
-    sinks = [Failing(), ListSink()]
-    writer = MetricWriter(sinks, Throughput(1, Clock(0.0)))
-    writer.write_step(1, {"loss": jnp.float32(3)})
-    with pytest.raises(OSError, match="disk full"):
+    writer = MetricWriter([ListSink(), Failing()], Throughput(1, Clock(0.0)))
+    writer.write_step(7, {"loss": jnp.float32(3)})
+    with pytest.raises(ValueError, match="no") as caught:
         writer.close()
-    assert [sink.closed for sink in sinks] == [True, True]
+    assert caught.value.__notes__ == ["Failing could not take the row of step 7"]
+
+
+def test_only_sinks_that_offer_it_are_told_to_sync():
+    class Durable(ListSink):
+        synced = 0
+
+        def sync(self):
+            self.synced += 1
+
+    sinks = [ListSink(), Durable()]
+    MetricWriter(sinks, Throughput(1)).sync()
+    assert sinks[1].synced == 1
+
+
+def test_memory_is_told_with_the_first_row_and_every_so_many_steps(monkeypatch):
+    class Device:
+        def __init__(self, peak):
+            self.peak = peak
+
+        def memory_stats(self):
+            return self.peak and {"peak_bytes_in_use": self.peak, "bytes_in_use": 1}
+
+    sink = ListSink()
+    writer = MetricWriter([sink], Throughput(1), memory_every=5)
+    for step in range(3, 12):
+        writer.write_step(step, {"loss": jnp.float32(3)})
+    writer.write({"step": 11, "eval_loss": 1.5})
+    assert [r["step"] for r in sink.rows if "host_memory_bytes" in r] == [3, 5, 10]
+    assert not any("device_memory_bytes" in r for r in sink.rows)  # CPU devices do not say
+    assert 50e6 < sink.rows[0]["host_memory_bytes"] < 100e9
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(70), Device(90), Device(None)])
+    assert memory_in_use()["device_memory_bytes"] == 90
 
 
 # throughput
+
+NO_SPEED = {"tokens_per_second": None}
 
 
 def test_throughput_leaves_out_the_first_step_and_what_came_before_a_restart():
     # compile ends at 60 s, a step of 2 s, an evaluation from 62 to 162, a step of 4 s
     speed = Throughput(1000, Clock(60.0, 62.0, 162.0, 166.0))
     assert speed.mean is None
-    assert speed.step_finished() is None
-    assert speed.step_finished() == 500.0
+    assert speed.step_finished() == NO_SPEED
+    assert speed.step_finished() == {"tokens_per_second": 500.0}
     speed.restart()
-    assert speed.step_finished() == 250.0
+    assert speed.step_finished() == {"tokens_per_second": 250.0}
     assert speed.mean == pytest.approx(2000 / 6)
 
 
 def test_a_restart_before_the_first_step_does_not_count_compiling():
     speed = Throughput(1000, Clock(60.0, 62.0))
     speed.restart()
-    assert speed.step_finished() is None
-    assert speed.step_finished() == 500.0
+    assert speed.step_finished() == NO_SPEED
+    assert speed.step_finished() == {"tokens_per_second": 500.0}
+
+
+def test_utilisation_is_the_share_of_the_peak():
+    speed = Throughput(1000, Clock(0.0, 2.0), tokens_at_peak=4000.0)
+    assert speed.step_finished() == {"tokens_per_second": None, "mfu": None}
+    assert speed.step_finished() == {"tokens_per_second": 500.0, "mfu": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+        ("cpu", None),
+        ("NVIDIA A10G", None),  # not the A10
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a slice
+        ("Tesla V100-SXM2-16GB", None),  # has no bfloat16
+    ],
+)
+def test_the_peak_of_a_device_is_the_published_one(device_kind, tflops):
+    found = peak_flops(device_kind)
+    assert found is None if tflops is None else found == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_flops_are_those_of_its_matrix_products(tied):
+    """Six for every weight a token is multiplied with, and attention's two products, forward and twice backward."""
+    model = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = make_config(
+        {"model": model | {"head_dim": 8, "tie_word_embeddings": tied}, "data": {"sequence_length": 32}}
+    )
+    params = adapt(build_model(config.model, vocab_size=100)).params
+    plan = make_plan(params, {"replica": 1, "data": 2, "tensor": 1}, config.zero, config.precision, optax.sgd(0.1))
+    norms = 7 * 64
+    products = 3 * (4 * 64 * 32 + 3 * 64 * 96) + 64 * 100
+    work = 6 * (products + norms) + 3 * 12 * 32 * 32
+    assert tokens_at_peak(config, plan, "TPU v4") == pytest.approx(2 * 275e12 / work)
+    frozen = make_plan(params, plan.axis_sizes, config.zero, config.precision, optax.sgd(0.1), frozen=["layers/mlp/*"])
+    assert tokens_at_peak(config, frozen, "TPU v4") == pytest.approx(2 * 275e12 / (work - 2 * 3 * 3 * 64 * 96))
+    assert tokens_at_peak(config, plan, "cpu") is None
+    said = make_config({"log": {"peak_flops": 1e10, "flops_per_token": 1e4}})
+    assert tokens_at_peak(said, plan, "TPU v4") == 2e6
 
 
 # TensorBoard
@@ -251,6 +401,10 @@ def tensorboard_events(directory):
     """(tag, step, value) of each scalar, ("START", step, None) of each mark that hides what is there from
     step on.
     """
+    return ((tag, step, value and value.simple_value) for tag, step, value in tensorboard_values(directory))
+
+
+def tensorboard_values(directory):
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(directory.iterdir()):
@@ -262,7 +416,7 @@ def tensorboard_events(directory):
             if event.HasField("session_log"):
                 yield "START", event.step, None
             for value in event.summary.value:
-                yield value.tag, event.step, value.simple_value
+                yield value.tag, event.step, value
 
 
 def test_tensorboard_has_every_number_and_hides_what_a_resumed_run_repeats(tmp_path):
@@ -291,9 +445,156 @@ def test_tensorboard_takes_non_finite_numbers_without_a_word(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_importing_metrics_does_not_import_tensorboard():
-    check = "import sys, jzero.metrics; sys.exit('tensorboardX' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+def test_nothing_heavy_is_imported_for_those_who_do_not_ask_for_it():
+    check = """
+import sys
+import jzero.metrics.__main__
+print({"jax", "matplotlib"} & set(sys.modules))
+import jzero.trainer
+print({"tensorboardX", "wandb", "matplotlib"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\nset()\n"
+
+
+def test_tensorboard_shows_a_histogram_as_one(tmp_path):
+    counts = [0.0] * (len(HISTOGRAM_EDGES) - 1)
+    counts[0], counts[5] = 3.0, 7.0
+    sink = TensorBoardSink(tmp_path)
+    sink.write(row(1, grad_histogram=counts))
+    sink.close()
+    (histogram,) = [value.histo for _, _, value in tensorboard_values(tmp_path) if value and value.HasField("histo")]
+    assert (list(histogram.bucket), list(histogram.bucket_limit)) == (counts, list(HISTOGRAM_EDGES[1:]))
+    assert (histogram.num, histogram.min, histogram.max) == (10, HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[5 + 1])
+
+
+# Weights & Biases
+
+
+@pytest.fixture
+def wandb_offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    return pytest.importorskip("wandb", reason="needs the extra wandb")
+
+
+def wandb_records(run_dir):
+    """(kind, content) of each record in the files that wait for `wandb sync`, oldest file first.
+
+    A log of LevelDB's kind: blocks of 32 KiB, each piece behind a checksum, its length and whether more follows.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+        data, position, record = path.read_bytes(), 7, b""
+        while position + 7 <= len(data):
+            if (rest := 32768 - position % 32768) < 7:
+                position += rest
+                continue
+            _, length, piece = struct.unpack("<IHB", data[position : position + 7])
+            record += data[position + 7 : position + 7 + length]
+            position += 7 + length
+            if piece in (1, 4):  # whole, or the last piece
+                parsed = Record.FromString(record)
+                kind = parsed.WhichOneof("record_type")
+                yield kind, getattr(parsed, kind)
+                record = b""
+
+
+def test_a_resumed_run_goes_on_in_its_run_at_wandb(tmp_path, wandb_offline):
+    counts = [1.0] * (len(HISTOGRAM_EDGES) - 1)
+    for start, steps in ((0, (1, 2)), (2, (3,))):
+        sink = WandbSink("team/project", tmp_path, {"zero": {"stage": 3}}, start)
+        for step in steps:
+            sink.write(row(step, loss=step / 3, tokens_per_second=None, grad_histogram=counts))
+        sink.write({"step": steps[-1], "eval_loss": 0.5})
+        sink.close()
+    records = list(wandb_records(tmp_path))
+    runs = [content for kind, content in records if kind == "run"]
+    assert len({run.run_id for run in runs}) == 1
+    assert {(run.entity, run.project) for run in runs} == {("team", "project")}
+    assert json.loads(next(item.value_json for item in runs[0].config.update if item.key == "zero")) == {"stage": 3}
+    rows = [
+        {".".join([item.key, *item.nested_key]).strip("."): json.loads(item.value_json) for item in content.item}
+        for kind, content in records
+        if kind == "history"
+    ]
+    assert [(r["_step"], r["loss"], r.get("eval_loss")) for r in rows] == [
+        (1, 1 / 3, None),
+        (2, 2 / 3, 0.5),
+        (3, 1.0, 0.5),
+    ]
+    assert rows[0]["grad_histogram.bins"] == list(HISTOGRAM_EDGES)
+    assert "tokens_per_second" not in rows[0]
+    before = (tmp_path / "wandb" / "run_id").read_text()
+    assert before == runs[0].run_id
+    WandbSink("project", tmp_path, {}).close()  # starts anew
+    assert (tmp_path / "wandb" / "run_id").read_text() != before
+
+
+def test_wandb_failing_under_way_is_one_warning(tmp_path, wandb_offline, monkeypatch, caplog):
+    def fail(*args, **more):
+        raise ConnectionResetError("Connection lost")
+
+    logged = []
+    log = lambda values, step: fail() if step == 5 else logged.append(step)
+    run = SimpleNamespace(id="some", starting_step=3, log=log, finish=fail)  # it has steps 1 and 2 from before
+    monkeypatch.setattr(wandb_offline, "init", lambda **more: run)
+    sink = WandbSink("project", tmp_path, {})
+    for step in range(1, 8):
+        sink.write(row(step))
+    sink.close()
+    assert logged == [3, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        "W&B takes no more rows (Connection lost); the run goes on, metrics.jsonl has them all"
+    ]
+
+
+def test_wandb_that_cannot_start_is_told_with_the_way_out(tmp_path, wandb_offline, monkeypatch):
+    def refuse(**more):
+        raise wandb_offline.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb_offline, "init", refuse)
+    with pytest.raises(ConfigError, match=r"log\.wandb = mine: .*No API key configured.*WANDB_MODE=offline"):
+        WandbSink("mine", tmp_path, {})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"log\.wandb = mine: needs the package wandb, .* pip install wandb"):
+        WandbSink("mine", tmp_path, {})
+
+
+# the profiler
+
+
+@pytest.mark.parametrize(
+    ("steps", "start", "traced"),
+    [
+        (range(0), 0, []),
+        (range(2, 4), 0, [2, 3]),
+        (range(2, 4), 2, [3]),
+        (range(2, 4), 3, []),
+        (range(4, 9), 0, [4, 5]),
+    ],
+)
+def test_the_profiler_traces_its_steps_and_no_others(tmp_path, monkeypatch, steps, start, traced):
+    """Also of a run that starts or ends within them."""
+    seen, tracing = [], []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: tracing.append(directory))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: tracing.remove(tmp_path))
+    window = ProfilerWindow(tmp_path, steps)
+    for step in range(start + 1, 6):
+        window.step_begins(step)
+        seen += [step] * len(tracing)
+        window.step_ends(step, jnp.ones(()))
+    window.close()
+    assert (seen, tracing) == (traced, [])
+
+
+def test_a_trace_is_on_file(tmp_path):
+    window = ProfilerWindow(tmp_path / "profile", range(1, 2))
+    window.step_begins(1)
+    window.step_ends(1, jax.jit(lambda x: x + 1)(jnp.ones(8)))
+    (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000
 
 
 # the console

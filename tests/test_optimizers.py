@@ -1,6 +1,7 @@
-"""Every optimizer of optax and optax.contrib: sharded, it trains as on one device, and its state is split."""
+"""Every optimizer of optax, of optax.contrib and of jzero: sharded, it trains as on one device, its state split."""
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -11,11 +12,19 @@ import numpy as np
 import optax
 import pytest
 import toys
+import yaml
 from optax import contrib
 
 import jzero
+from jzero.adam8bit import scale_by_adam8bit
+from jzero.adapt import adapt
+from jzero.config import OptimizerConfig, load_config, make_config
+from jzero.models import build_model
+from jzero.optim import make_optimizer, settings_by_path
+from jzero.trainer import language_model_loss
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 STEPS, ROWS, DEVICES = 10, 24, 8
 
 
@@ -26,6 +35,11 @@ def by_name(name: str) -> optax.GradientTransformation:
     required = {name for name, p in parameters.items() if p.default is inspect.Parameter.empty}
     arguments: dict[str, Any] = {"learning_rate": 0.01} if "learning_rate" in required else {}
     return make(**arguments, **({"key": 0} if "key" in parameters else {}))
+
+
+def by_config(**fields: Any) -> optax.GradientTransformation:
+    """What a config's `optimizer` section makes for the perceptron."""
+    return make_optimizer(OptimizerConfig(learning_rate=0.01, **fields), STEPS, adapt(toys.mlp).params)
 
 
 OPTAX = (
@@ -53,11 +67,15 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "multi_transform": lambda: optax.multi_transform(
         {"a": optax.adam(0.01), "b": optax.sgd(0.01)}, {path: "a" if "up" in path else "b" for path in PATHS}
     ),
+    "adamw8bit": lambda: optax.chain(scale_by_adam8bit(0.9, 0.999, 1e-8, min_elements=1), optax.scale(-0.01)),
+    "name: lamb": lambda: by_config(name="lamb", weight_decay=0.1),
+    "name: muon": lambda: by_config(name="muon", weight_decay=0.1),
+    "name: schedule_free": lambda: by_config(name="schedule_free", warmup_steps=2),
     "chain": lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.add_noise(0.01, 0.5, 0), optax.adam(0.01)),
 }
 PATHS = ("down/bias", "down/kernel", "up/bias", "up/kernel")
 # The rest is slow.
-BY_DEFAULT = ("adafactor", "lamb", "contrib.muon", "MultiSteps")
+BY_DEFAULT = ("adafactor", "lamb", "name: muon", "adamw8bit", "MultiSteps")
 
 
 def train(name: str, stage: int, devices: int) -> tuple[jzero.Engine, np.ndarray]:
@@ -96,6 +114,41 @@ def test_sharded_it_trains_as_on_one_device(name, stage):
 def test_the_readme_lists_no_other():
     listed = [line.split("|")[1].strip() for line in README.splitlines() if line.count("|") == 4 and line[-3].isdigit()]
     assert [name for name in listed if name in MAKERS] == list(MAKERS)
+
+
+# optimizer.name -> the fields that the README's table of the quickstart is made with, beside the config's own.
+LISTED = {
+    "adamw": {},
+    "adamw8bit": {},
+    "muon": {},
+    "adafactor": {"learning_rate": 0.1},
+    "lion": {"learning_rate": 6e-4, "weight_decay": 0.5},
+    "lamb": {"learning_rate": 0.01},
+    "schedule_free": {"schedule": "constant"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LISTED)
+def test_the_readme_has_the_bytes_of_the_quickstart_at_stage_1(name):
+    overrides = [f"optimizer.{field}={value}" for field, value in LISTED[name].items()]
+    config = load_config(ROOT / "configs/quickstart.yaml", ["zero.stage=1", f"optimizer.name={name}", *overrides])
+    engine = jzero.initialize(build_model(config.model, 257), language_model_loss, None, config)
+    held = toys.bytes_a_device(engine.state.opt_state)
+    both = toys.bytes_a_device(engine.state.params) + engine.plan.bytes_per_device()["gradients"] + held
+    row = f"| `{name}` | {config.optimizer.learning_rate:g} | {held:,} | {both:,} |"
+    print(row)
+    assert row in README
+
+
+def test_the_readmes_groups_are_what_they_seem():
+    (example,) = re.findall(r"^```yaml\n(optimizer:.*?)^```$", README, re.M | re.S)
+    config = make_config(yaml.safe_load(example))
+    settings = settings_by_path(config.optimizer, adapt(build_model(config.model, 257)).params)
+    assert settings["embed_tokens/embedding"] == settings["lm_head/kernel"] == (1.0, 0.0)
+    assert settings["layers/mlp/up_proj/kernel"] == (0.5, 0.1)
+    assert settings["layers/input_layernorm/scale"] == (0.5, 0.0)
+    assert settings["norm/scale"] == (1.0, 0.0)
 
 
 REFUSED: dict[str, Callable[[], Any]] = {

@@ -228,7 +228,12 @@ def test_a_scalar_parameter_is_whole_everywhere_and_stays_a_scalar(case, engine_
     engine.save(tmp_path)
     engine.restore(tmp_path)
     adam = engine.state.opt_state[0]
-    trees = {"params": engine.state.params, "mu": adam.mu, "nu": adam.nu, "weights": engine.state.weights}
+    trees = {
+        "params": engine.state.params,
+        "mu": adam.mu,
+        "nu": adam.nu,
+        "weights": engine.state.master or engine.state.params,
+    }
     for tree, arrays in trees.items():
         scalar = arrays["temperature"]
         assert (scalar.shape, len(scalar.addressable_shards)) == ((), case.devices), tree

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from jzero.adapt import adapt
 from jzero.config import ModelConfig, make_config
 from jzero.errors import PlanError
+from jzero.leaf import AbstractParam, LeafPlan, map_leaves
 from jzero.models import build_model
-from jzero.plan import AbstractParam, LeafPlan, Plan, choose_dim, make_plan, map_leaves
+from jzero.plan import Plan, choose_dim, make_plan
 
 F32 = jnp.dtype("float32")
 BF16 = jnp.dtype("bfloat16")

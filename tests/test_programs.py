@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from programs import Collective, collectives, makers, sizes, temporary_bytes
 
 import jzero
+from jzero.blueprint import Blueprint, prepare
 from jzero.config import ModelConfig
-from jzero.engine import Blueprint, prepare
 from jzero.grads import make_loss_fn
 from jzero.models import build_model
 from jzero.usepoint import forget_weights

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 import jzero
+from jzero.blueprint import Blueprint, prepare
 from jzero.config import load_config
 from jzero.data import make_data
-from jzero.engine import Blueprint, Engine, prepare
+from jzero.engine import Engine
 from jzero.grads import make_grad_fn
+from jzero.leaf import LeafPlan
 from jzero.models import build_model
-from jzero.plan import LeafPlan
 from jzero.trainer import language_model_loss
 
 REPOSITORY = Path(__file__).parent.parent
@@ -159,7 +160,7 @@ def test_table_of_stages_is_what_lies_on_the_devices(precision, stage):
     batch = engine.place({"tokens": np.zeros((8, 17), np.int32)})
     state = engine.state
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention refuses bfloat16 under strict promotion
-        _, gradients, _ = jax.jit(grad_fn)(state.params, state.model_state, batch, jnp.int32(0))
+        _, gradients, _, _ = jax.jit(grad_fn)(state.params, state.model_state, batch, jnp.int32(0), None)
     trees = {"parameters": state.params, "gradients": gradients, "optimizer": (state.master, state.opt_state)}
     placed = {name: bytes_on_a_device(tree) for name, tree in trees.items()}
     assert table_row(precision, stage, placed, engine.num_parameters) in README
@@ -211,6 +212,9 @@ def trained(tmp_path_factory):
         assert program == "python"
         if arguments[0].startswith("examples/"):
             assert (REPOSITORY / arguments[0]).exists()  # test_examples runs it
+            continue
+        if arguments[:3] == ["-m", "jzero.metrics", "plot"]:
+            run([sys.executable, *arguments[:3], str(directory / "run"), "--out", str(directory / "a.png")], REPOSITORY)
             continue
         cache, run_dir = f"data.cache_dir={directory / 'cache'}", f"train.run_dir={directory / 'run'}"
         run([sys.executable, *arguments, *TINY, cache, run_dir], REPOSITORY)

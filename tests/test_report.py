@@ -5,7 +5,8 @@ import pytest
 from rich.console import Console
 
 from jzero.config import make_config
-from jzero.plan import AbstractParam, make_plan
+from jzero.leaf import AbstractParam
+from jzero.plan import make_plan
 from jzero.report import human_bytes, plan_report
 
 PARAMS = {

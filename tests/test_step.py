@@ -14,13 +14,13 @@ import toys
 from flax import nnx
 
 import jzero
+from jzero.blueprint import prepare
 from jzero.config import ModelConfig, make_config
-from jzero.engine import prepare
 from jzero.errors import ModelError, UserError
 from jzero.jaxprs import equations
+from jzero.leaf import map_leaves
 from jzero.models import build_model
-from jzero.optim import make_schedule
-from jzero.plan import map_leaves
+from jzero.schedules import make_schedule
 from jzero.state import plan_tree
 
 ROWS = 24
@@ -590,7 +590,7 @@ def test_each_field_of_precision_acts(precision, at_rest, dots, updated, summed)
     after, _ = step.out_info
     for state in (engine.state, after):
         assert {array.dtype for array in state.params.values()} == {at_rest}
-        assert {array.dtype for array in state.weights.values()} == {updated}
+        assert {array.dtype for array in (state.master or state.params).values()} == {updated}
         assert bool(state.master) == (at_rest != updated)
         assert {array.dtype for array in jax.tree.leaves(state.opt_state) if array.shape} == {updated}
     assert {leaf.dtype for leaf in engine.plan.gradients.values()} == {summed}

@@ -193,10 +193,13 @@ def test_a_run_directory_that_cannot_serve_is_one_message_too(config_file, tmp_p
 # interrupted
 
 
+MEASURED = ("tokens_per_second", "host_memory_bytes")
+
+
 def read_rows(run_dir: Path) -> list[dict]:
-    """The rows, less the speed, which no two runs share."""
+    """The rows, less what is measured, which no two runs share."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows]
+    return [{name: value for name, value in row.items() if name not in MEASURED} for row in rows]
 
 
 def last_step(run_dir: Path) -> int:

@@ -1,5 +1,6 @@
 """A run from its config to its run directory: what it leaves, how it goes on, and what it refuses."""
 
+import csv
 import errno
 import fcntl
 import io
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from jzero.config import Config, load_config, make_config
 from jzero.data import make_data
 from jzero.engine import Engine
 from jzero.errors import CheckpointError, ConfigError, MeshError, NonFiniteError
+from jzero.loss import WeightedLoss
 from jzero.manifest import complete_steps
 from jzero.metrics import Row
 from jzero.rundir import find_differences, find_start, locked, open_run_directory, write_config
@@ -59,6 +62,9 @@ def train(config: Config) -> tuple[int, str]:
     out = io.StringIO()
     code = run_training(config, Console(file=out, width=100))
     return code, out.getvalue()
+
+
+MEASURED = ("tokens_per_second", "host_memory_bytes")  # no two runs share it
 
 
 def read_rows(run_dir) -> list[Row]:
@@ -106,6 +112,54 @@ def test_each_step_has_one_row_and_each_evaluation_another(straight):
     cosine = [0.0, 0.5, 1.0, *(0.5 + 0.5 * math.cos(math.pi * done / 4) for done in (1, 2, 3))]
     rates = [row["learning_rate"] for row in train_rows(straight[0])]
     assert rates == pytest.approx([1e-2 * part for part in cosine], rel=1e-5, abs=1e-9)
+
+
+class OwnSink:
+    """A user's: keeps rows, and fails at a step if told to."""
+
+    def __init__(self, fail_at=None):
+        self.rows, self.closed, self.fail_at = [], 0, fail_at
+
+    def write(self, row):
+        if row["step"] == self.fail_at:
+            raise RuntimeError("lost the connection")
+        self.rows.append(row)
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_run_leaves_what_its_log_asks_for(tmp_path):
+    log = {"csv": True, "peak_flops": 1e9, "every": 2, "profile_start": 2, "profile_steps": 1}
+    config, sink, out = tiny(tmp_path / "run", train={"num_steps": 3}, log=log), OwnSink(), io.StringIO()
+    assert run_training(config, Console(file=out, width=100), sinks=[sink]) == 0
+    rows = read_rows(tmp_path / "run")
+    assert (sink.rows, sink.closed) == (rows, 1)
+    table = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
+    assert [(line["loss"], line["eval_loss"]) for line in table] == [
+        (str(row.get("loss", "")), str(row.get("eval_loss", ""))) for row in rows
+    ]
+    num_parameters = 2 * (4 * 16 * 16 + 3 * 16 * 64 + 2 * 16) + 16 + 16 * 257  # the embedding is only looked up
+    work = 6 * num_parameters + 12 * 2 * 16 * 16
+    for row in train_rows(tmp_path / "run")[1:]:
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * work / (8 * 1e9))
+        assert f"mfu {row['mfu']:.1%}" in out.getvalue()
+    assert ["host_memory_bytes" in row for row in rows] == [True, True, False, False]
+    (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000
+    late = OwnSink()
+    assert run_training(config, Console(file=out), sinks=[late]) == 0  # already complete
+    assert (late.rows, late.closed) == ([], 1)
+
+
+def test_a_users_sink_that_fails_ends_the_run_by_name_and_what_is_saved_is_gone_on_from(tmp_path):
+    trainer, _ = scripted(tmp_path, [3] * 6, checkpoint={"save_every": 2}, train={"eval_every": 0})
+    trainer.sinks = [OwnSink(fail_at=4)]
+    with pytest.raises(RuntimeError, match="lost the connection") as caught:
+        trainer.run()
+    assert caught.value.__notes__ == ["OwnSink could not take the row of step 4"]
+    assert [row["step"] for row in train_rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert trainer.checkpointer.saved == [2]
 
 
 def test_speed_is_stated_from_the_second_step_on(straight):
@@ -216,7 +270,7 @@ def two_epochs(tmp_path_factory):
 
 
 def go_on(run_dir, after: int, copy, **train_fields) -> list[Row]:
-    """All rows, less their speed, of a copy of the run that goes on after that step."""
+    """All rows, less what is measured, of a copy of the run that goes on after that step."""
     shutil.copytree(run_dir, copy)
     for step in range(after + 1, 7):
         shutil.rmtree(copy / "checkpoints" / str(step))
@@ -225,20 +279,20 @@ def go_on(run_dir, after: int, copy, **train_fields) -> list[Row]:
     assert code == 0
     assert f"going on from {copy}/checkpoints/{after}\n" in output
     assert complete_steps(copy / "checkpoints")[6].record["next_sample"] == 6 * 16
-    return rows_without_speed(copy)
+    return rows_as_computed(copy)
 
 
-def rows_without_speed(run_dir) -> list[Row]:
-    return [{name: row[name] for name in row if name != "tokens_per_second"} for row in read_rows(run_dir)]
+def rows_as_computed(run_dir) -> list[Row]:
+    return [{name: row[name] for name in row if name not in MEASURED} for row in read_rows(run_dir)]
 
 
 @pytest.mark.parametrize("after", [3, 5])
 def test_a_run_goes_on_across_the_end_of_an_epoch_and_within_the_second(two_epochs, tmp_path, after):
-    assert go_on(two_epochs, after, tmp_path / "run") == rows_without_speed(two_epochs)
+    assert go_on(two_epochs, after, tmp_path / "run") == rows_as_computed(two_epochs)
 
 
 def test_other_micro_batches_go_on_with_the_same_losses(two_epochs, tmp_path):
-    rows, expected = go_on(two_epochs, 2, tmp_path / "run", accumulation_steps=2), rows_without_speed(two_epochs)
+    rows, expected = go_on(two_epochs, 2, tmp_path / "run", accumulation_steps=2), rows_as_computed(two_epochs)
     assert rows != expected  # another order of addition
     assert rows[:2] == expected[:2]
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
@@ -313,6 +367,9 @@ def test_a_run_goes_on_with_another_learning_rate_and_says_so(copy_of_straight):
         {"train": {"seed": 1}},
         {"optimizer": {"b1": 0.8, "warmup_steps": 2}},
         {"precision": {"preset": "bf16"}},
+        {"train": {"frozen": ("norm/*",)}},
+        {"train": {"ema_decay": 0.9}},
+        {"checkpoint": {"start_from": "elsewhere"}},
     ],
 )
 def test_what_makes_another_run(tmp_path, section):
@@ -320,7 +377,8 @@ def test_what_makes_another_run(tmp_path, section):
     field, value = next(iter(fields.items()))
     before, after = tiny(tmp_path / "run"), tiny(tmp_path / "run", **section)
     differences = find_differences(before, after)
-    old = getattr(getattr(before, name), field)
+    old = before.model_dump(mode="json")[name][field]
+    value = list(value) if isinstance(value, tuple) else value
     if name != "precision":  # its preset is spelt out
         assert differences == [f"{name}.{field}: {old!r} in the directory, {value!r} now"]
     else:
@@ -464,7 +522,10 @@ class ScriptedEngine:
             "non_finite_leaf": jnp.int32(0 if skip else -1),
         }
 
-    def evaluate(self, batch):
+    has_average = False
+
+    def evaluate(self, batch, averaged):
+        assert not averaged
         rows = batch["tokens"]
         return {"loss": jnp.float32(rows.mean()), "weight": jnp.float32(rows.size)}
 
@@ -577,6 +638,82 @@ def test_skipping_that_does_not_end_ends_the_run(tmp_path):
     assert caught.value.exit_code == 1
 
 
+def test_a_loss_that_no_scale_mends_ends_a_float16_run(tmp_path, monkeypatch):
+    """Fault D06: a real NaN halves the scale down to its floor; the run stops there and says what is to blame."""
+    honest = trainer_module.language_model_loss
+
+    def broken(model, batch):
+        loss = honest(model, batch)
+        return WeightedLoss(loss.total * jnp.where((model.norm.scale[...] == 1).all(), 1.0, jnp.nan), loss.weight)
+
+    monkeypatch.setattr(trainer_module, "language_model_loss", broken)
+    config = tiny(
+        tmp_path / "run",
+        precision={"preset": "fp16", "keep_float32": ["norm/*"]},
+        loss_scale={"initial": 4, "hysteresis": 1},
+        train={"num_steps": 20, "eval_every": 0},
+        optimizer={"warmup_steps": 0},
+    )
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(NonFiniteError) as caught:
+        train(config)
+    rows = train_rows(tmp_path / "run")
+    assert [row["skipped"] for row in rows][:4] == [0, 1, 2, 3]
+    assert [row["loss_scale"] for row in rows][:4] == [4, 4, 2, 1]
+    message = str(caught.value)
+    assert "step 4 is the last of 3 in a row" in message
+    assert "(loss_scale.minimum=1.0: the scale is not to blame): loss nan" in message
+    assert f"Last finite loss: {rows[0]['loss']}" in message
+
+
+# averages and other runs' weights
+
+
+def test_averaged_weights_are_evaluated_beside_those_in_training(tmp_path):
+    code, _ = train(tiny(tmp_path / "run", train={"ema_decay": 0.5}))
+    assert code == 0
+    rows = [row for row in read_rows(tmp_path / "run") if "eval_loss" in row]
+    assert [row["step"] for row in rows] == [3, 6]
+    assert all(row["averaged_eval_loss"] != row["eval_loss"] for row in rows)
+    kept = complete_steps(tmp_path / "run" / "checkpoints")
+    assert kept[6].eval_loss == rows[-1]["averaged_eval_loss"]
+
+
+def test_a_run_starts_from_the_weights_of_another(straight, tmp_path):
+    """At another stage, with another optimizer; a rate of zero leaves them as they are."""
+    fields = {"name": "sgd", "learning_rate": 0.0, "warmup_steps": 0}
+    start = {"start_from": str(straight[0])}
+    config = tiny(tmp_path / "run", optimizer=fields, zero={"stage": 1}, train={"num_steps": 2}, checkpoint=start)
+    code, output = train(config)
+    assert code == 0
+    assert f"starting from the weights of {straight[0]}/checkpoints/6" in output
+    last = [row["eval_loss"] for run in (straight[0], tmp_path / "run") for row in read_rows(run)[-1:]]
+    assert last[1] == pytest.approx(last[0], rel=1e-6)
+    code, output = train(tiny(tmp_path / "run", optimizer=fields, train={"num_steps": 3}, checkpoint=start))
+    assert "starting from" not in output
+    assert "going on from" in output
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"start_from": "nowhere"}, CheckpointError, r"checkpoint\.start_from='nowhere'.*nowhere/checkpoints"),
+        ({"start_skip": ["a"]}, ConfigError, r"checkpoint\.start_skip = .*start_from, which is null"),
+        ({"start_averaged": True}, ConfigError, r"checkpoint\.start_averaged = true.*start_from, which is null"),
+    ],
+)
+def test_what_cannot_be_started_from_is_refused(fields, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        train(tiny(tmp_path / "run", checkpoint=fields))
+
+
+def test_weights_of_another_model_are_refused_unless_named(straight, tmp_path):
+    config = tiny(tmp_path / "run", model={"num_hidden_layers": 3}, checkpoint={"start_from": str(straight[0])})
+    with pytest.raises(CheckpointError, match=r"checkpoint\.start_from=.*does not fit") as caught:
+        train(config)
+    assert "of another shape" in str(caught.value)
+    assert "(skip: checkpoint.start_skip)" in str(caught.value)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_saves_and_leaves_the_handlers_as_they_were(tmp_path, number, code):
     trainer, out = scripted(
@@ -646,9 +783,9 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available)" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "tensorboard", "lock"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "config.yaml", "tensorboard", "lock"])
 def test_what_lies_in_the_way_of_a_file_of_the_run_is_named(tmp_path, name):
-    trainer, _ = scripted(tmp_path, [3, 3], log={"tensorboard": True})
+    trainer, _ = scripted(tmp_path, [3, 3], log={"tensorboard": True, "csv": True})
     in_the_way = tmp_path / "run" / name
     in_the_way.touch() if name == "tensorboard" else in_the_way.mkdir()
     run = trainer.run if name != "lock" else partial(train, trainer.config)
@@ -667,10 +804,12 @@ def test_a_disk_that_fails_is_one_message_and_exit_code_1(monkeypatch, capsys, t
 
 
 def test_rows_without_a_checkpoint_are_kept_aside(tmp_path):
-    trainer, out = scripted(tmp_path, [3, 3])
+    trainer, out = scripted(tmp_path, [3, 3], log={"csv": True})
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    (tmp_path / "run" / "metrics.csv").write_text("step,loss\n1,9.0\n")
     assert trainer.run() == 0
     assert (tmp_path / "run" / "metrics.jsonl.old").read_text() == '{"step": 1, "loss": 9.0}\n'
+    assert (tmp_path / "run" / "metrics.csv.old").read_text() == "step,loss\n1,9.0\n"
     assert [row["loss"] for row in train_rows(tmp_path / "run")] == [3.0, 3.0]
     assert f"no checkpoint goes with {tmp_path}/run/metrics.jsonl: it is now metrics.jsonl.old" in out.getvalue()
 

@@ -11,9 +11,9 @@ from jzero.config.data import DataConfig, MixtureConfig
 from jzero.config.files import read_tree, write_yaml
 from jzero.config.model import ModelConfig
 from jzero.config.optimizer import OptimizerConfig
-from jzero.config.precision import PrecisionConfig
+from jzero.config.precision import LossScaleConfig, PrecisionConfig
 from jzero.config.run import HOST_DEVICE_COUNT_FLAG, CheckpointConfig, LogConfig, RuntimeConfig, TrainConfig
-from jzero.config.section import Fault, Section, config_error
+from jzero.config.section import Fault, Section, config_error, shown
 from jzero.config.zero import MeshConfig, ZeroConfig
 from jzero.errors import ConfigError
 
@@ -24,6 +24,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "LogConfig",
+    "LossScaleConfig",
     "MeshConfig",
     "MixtureConfig",
     "ModelConfig",
@@ -47,6 +48,7 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     zero: ZeroConfig = ZeroConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -67,6 +69,13 @@ class Config(Section):
                 ("data.sequence_length", "model.max_position_embeddings"),
                 f"data.sequence_length = {length}: longer than model.max_position_embeddings = {longest}; "
                 f"set model.max_position_embeddings: {length}",
+            )
+        if self.precision.compute != "float16" and (given := self.loss_scale.model_dump(exclude_defaults=True)):
+            name, value = next(iter(given.items()))
+            yield Fault(
+                (f"loss_scale.{name}", "precision.compute", "precision.preset"),
+                f"loss_scale.{name} = {shown(value)}: only float16 needs a loss scale, and precision.compute = "
+                f"{self.precision.compute}; set precision: fp16, or drop it",
             )
         size, end = self.model.vocab_size, self.data.end_token_id
         if self.data.tokenizer is None and size is None:
@@ -91,6 +100,12 @@ class Config(Section):
                 ("model.attention", "precision.compute", "precision.preset"),
                 "model.attention = cudnn: has no float32 kernels, and precision.compute = float32; "
                 "set precision: bf16, or model.attention: xla",
+            )
+        if self.log.profile_start and self.log.profile_start > steps:
+            yield Fault(
+                ("log.profile_start", "train.num_steps"),
+                f"log.profile_start = {self.log.profile_start}: after the last step, train.num_steps = {steps}; "
+                f"set at most {steps}",
             )
 
 

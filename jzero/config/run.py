@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from jzero.config.batch import batch_fault
-from jzero.config.section import Count, Fault, Flag, Section, Size, Text, XlaFlag, shown
+from jzero.config.section import Count, Decay, Fault, Flag, Positive, Section, Size, Text, XlaFlag, shown
 
 HOST_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -24,6 +24,8 @@ class TrainConfig(Section):
     micro_batch_size: Size | None = None  # rows a device and micro-batch; null: from the other two
     accumulation_steps: Size | None = None  # micro-batches an update; null: from the other two
     seed: Annotated[Count, Field(lt=2**32)] = 0  # of weights, data order and dropout
+    frozen: tuple[Text, ...] = ()  # parameters that are not trained; path patterns, such as [embed_tokens/*]
+    ema_decay: Decay | None = None  # of the moving average of the weights; null: none is kept
     run_dir: Text = "runs/default"  # where config, metrics and checkpoints go
     eval_every: Count = 100  # steps between evaluations; 0: only at the end
     eval_batches: Size = 8  # batches an evaluation
@@ -58,6 +60,18 @@ class CheckpointConfig(Section):
     keep_best: Count = 1  # checkpoints kept for the lowest evaluation loss; 0: none
     resume: Literal["auto", "never", "must"] = "auto"  # go on from the newest checkpoint in run_dir
     asynchronous: Flag = True  # write while training goes on
+    start_from: Text | None = None  # a run directory, whose newest weights a new run starts from; null: from the seed
+    start_averaged: Flag = False  # start_from: take its moving average (train.ema_decay)
+    start_skip: tuple[Text, ...] = ()  # start_from: path patterns of weights not to take
+
+    def conflicts(self) -> Iterator[Fault]:
+        for name in ("start_averaged", "start_skip"):
+            if self.start_from is None and (value := getattr(self, name)):
+                yield Fault(
+                    (f"checkpoint.{name}", "checkpoint.start_from"),
+                    f"checkpoint.{name} = {shown(value)}: says how to use checkpoint.start_from, which is null; "
+                    "name a run directory there, or drop it",
+                )
 
 
 class RuntimeConfig(Section):
@@ -89,5 +103,22 @@ class LogConfig(Section):
 
     path: ClassVar[str] = "log"
 
-    every: Size = 10  # steps between console lines
+    every: Size = 10  # steps between console lines, and between readings of memory
     tensorboard: Flag = True  # write TensorBoard events to run_dir
+    csv: Flag = False  # write metrics.csv to run_dir, the numbers of metrics.jsonl as a table
+    # Project at Weights & Biases, or entity/project; null: none.
+    wandb: Annotated[Text, Field(pattern="^([^/]+/)?[^/]+$")] | None = None
+    peak_flops: Positive | None = None  # FLOP/s of a device at best, for mfu; null: as published for bfloat16
+    flops_per_token: Positive | None = None  # to train on a token, for mfu; null: counted from the model
+    grad_norms: tuple[Text, ...] = ()  # patterns such as "layers/mlp/*": a gradient norm over the parameters of each
+    grad_histogram: Flag = False  # a histogram of the gradient's magnitudes each step
+    profile_start: Size | None = None  # first step of a profiler trace, to run_dir/profile; null: none
+    profile_steps: Size = 3  # steps traced
+
+    def conflicts(self) -> Iterator[Fault]:
+        if self.profile_start is None and self.profile_steps != type(self).model_fields["profile_steps"].default:
+            yield Fault(
+                ("log.profile_steps", "log.profile_start"),
+                f"log.profile_steps = {self.profile_steps}: not read without log.profile_start; "
+                "drop it, or say the first step to trace",
+            )

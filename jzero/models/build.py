@@ -6,9 +6,7 @@ from flax import nnx
 
 from jzero.config import ModelConfig
 from jzero.errors import ConfigError
-from jzero.models.llama import Llama
-
-FAMILIES = {"llama": Llama}
+from jzero.models.decoder import Decoder
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -17,14 +15,11 @@ def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], nn
     `vocab_size` is the tokenizer's; `config.vocab_size` overrides it where set (to round it up, say) and
     must not be smaller. The model maps tokens int32 [B, T] to logits [B, T, V].
 
-    Raises ConfigError for an unknown family or a vocabulary smaller than the tokenizer's.
+    Raises ConfigError for a vocabulary smaller than the tokenizer's.
     """
-    if config.family not in FAMILIES:
-        raise ConfigError(f"model.family = {config.family}: not one of {', '.join(FAMILIES)}")
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.vocab_size}: smaller than the tokenizer's {vocab_size}; "
             "raise it or leave it null"
         )
-    family, size = FAMILIES[config.family], config.vocab_size or vocab_size
-    return lambda rngs: family(config, size, rngs=rngs)
+    return lambda rngs: Decoder(config, config.vocab_size or vocab_size, rngs=rngs)

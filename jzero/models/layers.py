@@ -25,25 +25,26 @@ def make_layers(make_layer: Callable[[nnx.Rngs], Layer], num_layers: int, scan: 
     return nnx.List([make_layer(nnx.Rngs(params=key)) for key in keys])
 
 
-def run_layers(layers: Any, x: Array, *shared: Array, scan: bool, remat: Literal["none", "dots", "full"]) -> Array:
-    """x -> layer(x, *shared) for each layer in turn; `shared` arrays are the same for all of them.
+def run_layers(
+    layers: Any, x: Array, shared: Mapping[str, Array], *, scan: bool, remat: Literal["none", "dots", "full"]
+) -> Array:
+    """x -> layer(x, **shared) for each layer in turn; `shared` arrays are the same for all of them.
 
     `remat` says what a layer keeps for the backward pass: "none" keeps every intermediate, "dots" the
     results of matrix products with parameters, "full" nothing but the layer's input. Parameters are read
     inside the rematerialised function, so one that is gathered when read is gathered again and not kept.
     """
 
-    def apply_layer(layer, x, *shared):
-        return layer(x, *shared)
+    def apply_layer(layer, x, shared):
+        return layer(x, **shared)
 
     if remat != "none":
         # The two loops of a scan are separate programs, so there is nothing to keep XLA from merging.
         apply_layer = nnx.remat(apply_layer, policy=REMAT_POLICIES[remat], prevent_cse=not scan)
     if scan:
-        in_axes = (0, nnx.Carry) + (None,) * len(shared)
-        return nnx.scan(apply_layer, in_axes=in_axes, out_axes=nnx.Carry)(layers, x, *shared)
+        return nnx.scan(apply_layer, in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)(layers, x, shared)
     for layer in layers:
-        x = apply_layer(layer, x, *shared)
+        x = apply_layer(layer, x, shared)
     return x
 
 

@@ -1,0 +1,226 @@
+"""All that makes an engine but its arrays: what the user brings, checked, planned and ready to compile."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.adapt import adapt
+from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
+from jzero.elementwise import assert_drivable, is_elementwise
+from jzero.errors import ConfigError, ModelError
+from jzero.grads import Loss, make_grad_fn
+from jzero.gradstats import norm_groups
+from jzero.leaf import map_leaves
+from jzero.mesh import BATCH_AXES, Device, make_mesh
+from jzero.model_api import Model
+from jzero.optim import averaged_weights, make_optimizer
+from jzero.plan import Plan, make_plan, trainable
+from jzero.rounding import widened
+from jzero.runtime import start
+from jzero.schedules import make_schedule
+from jzero.state import TrainState, plan_tree, shardings, weights_of
+from jzero.step import make_eval_step, make_train_step
+from jzero.usepoint import UsePoint, use_points
+
+
+def prepare(
+    model: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation | None = None,
+    config: Mapping[str, Any] | str | Path | Config | None = None,
+    devices: Sequence[Device] | None = None,
+) -> "Blueprint":
+    """What `initialize` builds its engine from, with nothing placed: absent devices (`jzero.mesh.topology`) will do."""
+    config = make_config(config)
+    if not callable(loss):
+        raise ModelError(
+            f"loss is {loss!r}: give a function loss(model, batch) that returns a scalar or a WeightedLoss."
+        )
+    _warn_of_lost_updates(config.precision)
+    start(config.runtime)
+    mesh = make_mesh(config.mesh, devices)
+    accumulating = _accumulates(config.train, mesh)
+    adapted = adapt(model)
+    trained = {path: adapted.params[path] for path in trainable(adapted.params, config.train.frozen)}
+    schedule = None
+    if optimizer is not None:
+        _assert_only_clips(config.optimizer)
+        assert_drivable(optimizer, {p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in trained.items()})
+    else:
+        schedule = make_schedule(config.optimizer, config.train.num_steps)
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps, trained)
+    plan = make_plan(
+        adapted.params,
+        dict(mesh.shape),
+        config.zero,
+        config.precision,
+        optimizer,
+        adapted.model_state,
+        accumulating=accumulating,
+        frozen=config.train.frozen,
+        ema=config.train.ema_decay is not None,
+    )
+    norm_groups(config.log.grad_norms, plan.gradients)  # what cannot work is refused here
+    return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All that makes an engine but its arrays."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule | None
+    plan: Plan
+
+    @cached_property
+    def points(self) -> dict[str, UsePoint]:
+        return use_points(self.plan, self.mesh)
+
+    @cached_property
+    def elementwise(self) -> bool:
+        plans = self.plan.weights.items()
+        return is_elementwise(
+            self.optimizer, {p: jax.ShapeDtypeStruct(w.stored_shape, widened(w.dtype)) for p, w in plans}
+        )
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    def train_step(self, num_micro_batches: int) -> Any:
+        """The jitted step over a batch of that many micro-batches: (state, batch) -> (state, metrics)."""
+        accumulate = self.config.precision.accumulate
+        grad_fn = make_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches, accumulate)
+        return make_train_step(
+            grad_fn,
+            self.optimizer,
+            self.plan,
+            self.mesh,
+            elementwise=self.elementwise,
+            clip_norm=self.config.optimizer.clip_norm,
+            schedule=self.schedule,
+            loss_scale=self.config.loss_scale,
+            ema_decay=self.config.train.ema_decay,
+            rounding_seed=self.config.train.seed if self.config.precision.stochastic_rounding else None,
+            norm_groups=norm_groups(self.config.log.grad_norms, self.plan.gradients),
+            histogram=self.config.log.grad_histogram,
+        )
+
+    def eval_step(self, num_micro_batches: int, averaged: bool) -> Any:
+        """The jitted evaluation of a batch in that many parts: (state, batch) -> metrics."""
+        params_of = partial(self.params_of, averaged=averaged)
+        return make_eval_step(self.model, self.loss, self.points, self.mesh, num_micro_batches, params_of)
+
+    def averaged(self, state: TrainState) -> dict[str, Any] | None:
+        """The averaged weights, in stored shapes: their moving average, or what a schedule-free optimizer means to be
+        used; None where there are none."""
+        return state.ema or averaged_weights(state.opt_state, weights_of(state, self.plan))
+
+    @cached_property
+    def has_average(self) -> bool:
+        return bool(jax.eval_shape(self.averaged, self.abstract_state()))
+
+    def params_of(self, state: TrainState, averaged: bool) -> dict[str, Any]:
+        """The parameters that a model reads, as they lie at rest. averaged: those trained from their average."""
+        average = (self.averaged(state) if averaged else None) or {}
+        at_rest = {path: NamedSharding(self.mesh, self.plan.params[path].spec) for path in average}
+        narrow = {path: x.astype(self.plan.params[path].dtype) for path, x in average.items()}
+        return state.params | jax.lax.with_sharding_constraint(narrow, at_rest)
+
+    def abstract_state(self) -> TrainState:
+        """The state in shapes and placements only."""
+        return map_leaves(
+            lambda leaf, placement: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=placement),
+            plan_tree(self.plan),
+            shardings(self.plan, self.mesh),
+        )
+
+    def lower_step(self, batch: Any) -> jax.stages.Lowered:
+        """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
+        return self.train_step(self.micro_batches(batch)).lower(self.abstract_state(), shapes)
+
+    def micro_batches(self, batch: Any) -> int:
+        """How many micro-batches a batch is cut into. Raises ConfigError for rows that do not divide, or are not those
+        that `train.global_batch_size` was set to."""
+        rows, train = self.check_rows(batch), self.config.train
+        if "global_batch_size" in train.model_fields_set and train.global_batch_size not in (None, rows):
+            raise ConfigError(
+                f"the batch has {rows} rows, but train.global_batch_size = {train.global_batch_size}; give as many, or "
+                "drop the field: a step takes any number then"
+            )
+        return _accumulation(self.config.train.model_copy(update={"global_batch_size": rows}), self.mesh)
+
+    def evaluation_parts(self, batch: Any) -> int:
+        """How many parts an evaluation takes, so that none has more rows than a training micro-batch."""
+        train, rows = self.config.train, self.check_rows(batch) // _num_batch_shards(self.mesh)
+        wanted = -(-rows // train.micro_batch_size) if train.micro_batch_size else train.accumulation_steps or 1
+        return next(parts for parts in range(min(wanted, rows), rows + 1) if rows % parts == 0)
+
+    def check_rows(self, batch: Any) -> int:
+        """The rows of a batch. Raises ConfigError unless they divide over the devices of the batch axes."""
+        rows, shards = _rows(batch), _num_batch_shards(self.mesh)
+        if rows == 0:
+            raise ConfigError("the batch has no rows.")
+        if rows % shards:
+            raise ConfigError(
+                f"the batch has {rows} rows, which do not divide over {shards} devices of the batch axes "
+                f"(replica x data); give {rows - rows % shards or shards} or {rows + -rows % shards}."
+            )
+        return rows
+
+
+def _warn_of_lost_updates(precision: PrecisionConfig) -> None:
+    bits = {"bfloat16": 8, "float16": 11}.get(precision.params)
+    if bits and precision.master is None and not precision.stochastic_rounding:
+        warnings.warn(
+            f"precision.master = null with precision.params = {precision.params}: an update below 1/{2**bits} of a "
+            "weight rounds to nothing; precision.master: float32 keeps it",
+            stacklevel=4,  # the caller of `initialize`
+        )
+
+
+def _assert_only_clips(config: OptimizerConfig) -> None:
+    """Raise ConfigError for a setting that the user's own optimizer leaves no say; clip_norm is the step's."""
+    changed = config.model_dump(exclude_defaults=True, exclude={"clip_norm"})
+    for name, value in changed.items():
+        raise ConfigError(
+            f"optimizer.{name} = {value}: has no say, since an optimizer was given; set it there and drop it here "
+            "(optimizer.clip_norm alone holds for any optimizer)"
+        )
+
+
+def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:
+    """Whether the configured batch is cut into micro-batches. The default size is not asked of who owns the loop."""
+    if "global_batch_size" not in train.model_fields_set:
+        return train.micro_batch_size is not None or (train.accumulation_steps or 1) > 1
+    return _accumulation(train, mesh) > 1
+
+
+def _accumulation(train: TrainConfig, mesh: Mesh) -> int:
+    return plan_batch(train, _num_batch_shards(mesh)).accumulation_steps
+
+
+def _num_batch_shards(mesh: Mesh) -> int:
+    return mesh.shape["replica"] * mesh.shape["data"]
+
+
+def _rows(batch: Any) -> int:
+    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ConfigError(
+            f"the arrays of a batch have leading dimensions {sorted(sizes)}; they must be one and the same."
+        )
+    return sizes.pop()[0]
