@@ -7,9 +7,8 @@ import pytest
 from corpora import END, load, make_source, make_tokenizer, texts
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from jzero.config import DataConfig
+from jzero.data import read_tokenizer
 from jzero.data.encode import encode
-from jzero.data.tokenizer import make_tokenizer as read_tokenizer
 from jzero.errors import DataError
 
 
@@ -33,7 +32,7 @@ def test_documents_are_tokenised_whole_and_end_with_the_tokenizers_token(tmp_pat
 
 
 def test_a_text_file_read_in_pieces_is_tokenised_as_one(tmp_path):
-    """The file is longer than a read, and the merge of e and é reaches across the end of one."""
+    """The file is longer than a read, and one of its a's is the last of that read."""
     text = "ab" * (1 << 21) + "abab"
     (tmp_path / "a.txt").write_text("x" + text)
     model = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "x": 3, "</s>": 4}, [("a", "b")]))
@@ -47,7 +46,7 @@ def test_a_text_file_read_in_pieces_is_tokenised_as_one(tmp_path):
 def test_documents_come_in_order_whatever_the_batches_they_are_tokenised_in(monkeypatch, tmp_path):
     monkeypatch.setattr("jzero.data.encode._BATCH_CHARACTERS", 100)
     monkeypatch.setattr("jzero.data.encode._BATCH_DOCUMENTS", 3)
-    tokenizer = read_tokenizer(DataConfig(tokenizer=str(make_tokenizer(tmp_path / "tokenizer.json"))), None)
+    tokenizer = read_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
     from jzero.data.documents import Piece, failing
 
     def documents():
@@ -86,7 +85,7 @@ def test_truncation_padding_and_templates_in_the_file_leave_documents_alone(tmp_
 
 
 def test_text_goes_there_and_back(tmp_path):
-    tokenizer = read_tokenizer(DataConfig(tokenizer=str(make_tokenizer(tmp_path / "tokenizer.json"))), None)
+    tokenizer = read_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
     for text in (*texts(), "", "a\x00\r\n\tb", "grüße 漢字 🎈"):
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int32
@@ -98,13 +97,13 @@ def test_text_goes_there_and_back(tmp_path):
 @pytest.mark.parametrize("token", ["</s>", "<|endoftext|>", "<eos>", "[EOS]", "<|end_of_text|>"])
 def test_the_end_of_document_is_found(tmp_path, token):
     path = make_tokenizer(tmp_path / "tokenizer.json", special=("<unk>", token, "<pad>"))
-    tokenizer = read_tokenizer(DataConfig(tokenizer=str(path)), None)
+    tokenizer = read_tokenizer(path)
     assert tokenizer.decode([tokenizer.end_of_document]) == token
 
 
 def test_the_end_of_document_is_named(tmp_path):
     path = make_tokenizer(tmp_path / "tokenizer.json", special=("</s>", "<stop>", END))
-    tokenizer = read_tokenizer(DataConfig(tokenizer=str(path), end_token="<stop>"), None)
+    tokenizer = read_tokenizer(path, "<stop>")
     assert tokenizer.end_of_document == 1
 
 
@@ -121,7 +120,7 @@ def test_the_end_of_document_is_named(tmp_path):
 def test_an_end_of_document_that_is_not_plain_is_asked_for(tmp_path, special, named, told):
     path = make_tokenizer(tmp_path / "tokenizer.json", special=special)
     with pytest.raises(DataError, match=told):
-        read_tokenizer(DataConfig(tokenizer=str(path), end_token=named), None)
+        read_tokenizer(path, named)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content, told):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=told) as caught:
-        read_tokenizer(DataConfig(tokenizer=str(path)), None)
+        read_tokenizer(path)
     assert f"data.tokenizer={path}" in str(caught.value)
 
 
@@ -182,7 +181,7 @@ def test_a_pre_tokeniser_that_looks_around_is_not_cut_short(tmp_path):
     model = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     model.pre_tokenizer = pre_tokenizers.Whitespace()
     model.save(str(tmp_path / "t.json"))
-    tokenizer = read_tokenizer(DataConfig(tokenizer=str(tmp_path / "t.json")), None)
+    tokenizer = read_tokenizer(tmp_path / "t.json")
     from jzero.data.documents import Piece
 
     (document,) = encode(iter([iter([Piece("one one"), Piece("two two")])]), tokenizer)

@@ -4,10 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from corpora import load, make_source, write_jsonl
+from flax import nnx
 
+from jzero.config import ModelConfig
 from jzero.data.windows import Windows
 from jzero.errors import DataError
 from jzero.loss import cross_entropy
+from jzero.models import build_model
 from jzero.trainer import language_model_loss
 
 FIELDS = {"prompt_field": "prompt", "answer_field": "answer"}
@@ -105,6 +108,24 @@ def test_the_loss_counts_what_the_weights_say_and_tells_the_model_the_places(dty
     by_hand = cross_entropy(table[tokens[:, :-1]], tokens[:, 1:], weights.astype(jnp.float32))
     assert (float(loss.total), float(loss.weight)) == (float(by_hand.total), float(by_hand.weight))
     assert float(loss.weight) < float(plain.weight) == 32
+
+
+def test_within_documents_a_window_is_worth_what_its_documents_are_alone(tmp_path):
+    fields = make_source("answers", tmp_path / "in") | {"sequence_length": 90, "document_attention": True}
+    (batch,) = load(tmp_path, fields, batch_size=1).train_batches(0, 1)
+    (row,), (segments,), (weights,) = batch["tokens"], batch["segments"], batch["weights"]
+    config = ModelConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, scan_layers=False, remat="none")
+    model = build_model(config, vocab_size=257)(nnx.Rngs(0))
+    total = nnx.jit(lambda model, batch: language_model_loss(model, batch).total)
+    whole, alone = float(total(model, batch)), []
+    for segment in range(1, segments[-1] + 1):
+        inside = np.flatnonzero(segments == segment)
+        tokens = row[None, inside[0] : inside[-1] + 2]
+        alone.append(float(total(model, {"tokens": tokens, "weights": weights[None, inside]})))
+    assert len(alone) > 1
+    assert whole == pytest.approx(sum(alone), rel=1e-5)
+    leaking = float(total(model, {name: batch[name] for name in ("tokens", "weights")}))
+    assert abs(leaking - whole) > 1e-4 * whole
 
 
 def test_data_without_any_counted_target_is_refused(tmp_path):

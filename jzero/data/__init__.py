@@ -3,5 +3,6 @@
 from jzero.data.loader import Data, make_data
 from jzero.data.own import OwnData
 from jzero.data.pipeline import Batch, Feed
+from jzero.data.tokenizer import read_tokenizer
 
-__all__ = ["Batch", "Data", "Feed", "OwnData", "make_data"]
+__all__ = ["Batch", "Data", "Feed", "OwnData", "make_data", "read_tokenizer"]

@@ -36,9 +36,9 @@ class OwnData:
     keep attention within documents. A batch has the same with train.global_batch_size rows in front; of several
     processes each makes its own share of them, in the order of the processes.
 
-    Without `validation` nothing is evaluated. `tokenizer` gives the vocabulary and writes the text at the end; without
-    one, `model.vocab_size` must be set and nothing is written. `fingerprint` is a text of your choice that changes with
-    your data: a run refuses to go on with another one.
+    Without `validation` nothing is evaluated. `tokenizer`, such as `read_tokenizer(path)`, gives the vocabulary and
+    writes the text at the end; without one, `model.vocab_size` must be set and nothing is written. `fingerprint` is a
+    text of your choice that changes with your data: a run refuses to go on with another one.
     """
 
     train: Samples | Callable[[int], Iterable[Batch]]

@@ -26,6 +26,8 @@ from jzero.errors import DataError
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 
+_SET_FIELDS = "Set data.text_field, or data.prompt_field and data.answer_field."
+
 Fields = tuple[tuple[str, bool], ...]  # name, and whether the loss counts it
 
 
@@ -104,7 +106,7 @@ def _read_table(file: Path, fields: Fields) -> Iterator[Document]:
         rows = _open_table(file)
         missing = [name for name in names if name not in rows.column_names]
         if missing:
-            fix = f"Its columns: {', '.join(rows.column_names)}; name one in data.text_field, say."
+            fix = f"Its columns: {', '.join(rows.column_names)}. {_SET_FIELDS}"
             raise path_error(file, f"has no column {missing[0]}", fix)
         empty = True
         for number, row in enumerate(rows.select_columns(names), 1):
@@ -133,7 +135,7 @@ def _open_table(file: Path) -> Any:
 def _pieces(file: Path, row: Mapping[str, Any], fields: Fields, place: str) -> Document:
     for name, counted in fields:
         if name not in row:
-            fix = f"It has {', '.join(map(str, row)) or 'no fields'}; name the field in data.text_field, say."
+            fix = f"It has {', '.join(map(str, row)) or 'no fields'}. {_SET_FIELDS}"
             raise path_error(file, f"has no field {name!r} at {place}", fix)
         text = row[name]
         if not isinstance(text, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -135,10 +136,15 @@ def make_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
         return NoTokenizer(vocab_size, data.end_token_id)
     if data.tokenizer == ByteTokenizer.name:
         return ByteTokenizer()
-    return _read(Path(data.tokenizer).expanduser(), data.end_token)
+    return read_tokenizer(data.tokenizer, data.end_token)
 
 
-def _read(path: Path, end_token: str | None) -> HuggingFaceTokenizer:
+def read_tokenizer(file: str | PathLike[str], end_token: str | None = None) -> HuggingFaceTokenizer:
+    """The tokenizer of a tokenizer.json. `end_token` ends a document; None: the one of the usual names it has.
+
+    Raises DataError, also if it has none of them or several.
+    """
+    path = Path(file).expanduser()
     try:
         content = path.read_bytes()
     except OSError as error:
