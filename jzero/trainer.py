@@ -150,7 +150,7 @@ class Trainer:
         say(self.console, f"going on from {self.directory.checkpoint(restored.step)}")
         optimizer, earlier = self.config.optimizer, record["config"]["optimizer"]
         for name, value in optimizer.model_dump(mode="json").items():
-            if value != earlier[name]:
+            if value != earlier.get(name, value):  # an earlier version's checkpoint lacks later fields
                 say(self.console, f"optimizer.{name} was {earlier[name]}, is {value} from here on")
         num_steps, before = self.config.train.num_steps, record["config"]["train"]["num_steps"]
         if num_steps != before and optimizer.decay_steps is None and optimizer.schedule != "constant":

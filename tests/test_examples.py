@@ -76,6 +76,26 @@ def test_text_by_a_hugging_face_tokenizer_learns_to_what_it_promises(tmp_path):
     assert "library.jsonl: " in printed
 
 
+def test_adapters_learn_what_the_frozen_base_does_not_know(tmp_path):
+    lines = run_example("lora.py", tmp_path)
+    told = (REPOSITORY / "examples" / "lora.py").read_text()
+    found = [float(match[1]) for line in lines if (match := re.search(r"accuracy ([\d.]+)", line))]
+    promised = re.search(r"is about ([\d.]+)\s+after that, from ([\d.]+) before", told)
+    assert promised
+    assert found[-2:] == pytest.approx([float(promised[2]), float(promised[1])], abs=0.05)
+
+
+@pytest.mark.slow
+def test_finetuning_starts_where_pretraining_ended(tmp_path):
+    printed = "\n".join(run_example("two_stage.py", tmp_path))
+    told = " ".join((REPOSITORY / "examples" / "two_stage.py").read_text().split())
+    first = re.search(r"first batch is about ([\d.]+) and ([\d.]+) nats", told)
+    last = re.search(r"in the end about ([\d.]+) and ([\d.]+)", told)
+    reached = re.findall(r"first loss ([\d.]+), validation loss ([\d.]+) in the end", printed)
+    for (start, end), *promised in zip(reached, first.groups(), last.groups(), strict=True):
+        assert [float(start), float(end)] == pytest.approx(list(map(float, promised)), abs=0.3)
+
+
 def test_digits_learns_and_restores(tmp_path):
     lines = run_example("digits.py", tmp_path)
     results = [tuple(map(float, re.search(r"loss ([\d.]+)  accuracy ([\d.]+)$", line).groups())) for line in lines]

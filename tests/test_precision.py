@@ -344,6 +344,10 @@ def test_narrow_precisions_train_as_on_one_device(name, stage, devices, micro_ba
     [
         ({"loss_scale": {"window": 5}}, r"loss_scale\.window = 5: only float16 needs a loss scale.*float32.*fp16"),
         ({"precision": "fp16", "loss_scale": {"minimum": 2, "initial": 1}}, r"minimum = 2.*initial = 1"),
+        (
+            {"precision": {"moments": "bfloat16"}, "optimizer": {"name": "adamw8bit"}},
+            r"moments = bfloat16: with optimizer\.name = adamw8bit the moments rest in 8 bits",
+        ),
         ({"precision": {"accumulate": "float16"}}, r"precision\.accumulate = \"float16\": must be"),
         ({"precision": {"stochastic_rounding": True}}, r"updates float32 and nothing of it is stored in bfloat16"),
         ({"precision": {"preset": "bf16", "master": "float16"}}, r"master = float16: holds no more than.*bfloat16"),
