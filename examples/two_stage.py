@@ -3,8 +3,8 @@
     python examples/two_stage.py
 
 First a small language model reads the standard library of Python, 150 steps at stage 3 on eight fake CPU devices. Then
-two runs read jzero's own code, 30 steps at stage 1: one from the first one's weights, one from a seed. The loss of their
-first batch is about 2.7 and 5.6 nats a byte, their validation loss in the end about 2.5 and 3.6.
+two runs read jzero's own code, 30 steps at stage 1: from the first one's weights, and from a seed. The loss of their
+first batch is about 2.5 and 5.5 nats a byte, their validation loss in the end about 2.8 and 4.1.
 """
 
 import json
@@ -33,7 +33,7 @@ PRETRAINING: dict[str, Any] = {
 FINETUNING: dict[str, Any] = {
     "data": {"source": "text", "paths": [str(REPOSITORY / "jzero" / "**" / "*.py")], "sequence_length": 64},
     "zero": {"stage": 1},
-    "optimizer": {"name": "lion", "learning_rate": 2e-4, "weight_decay": 0.1},
+    "optimizer": {"name": "lion", "learning_rate": 1e-3, "warmup_steps": 5, "weight_decay": 0.1},
     "train": {"num_steps": 30, "global_batch_size": 16, "eval_every": 0, "sample_tokens": 0},
 }
 

@@ -122,6 +122,11 @@ def make_grad_fn(
     if num_micro_batches == 1:
         return lambda params, model_state, batch, step, scale: one(params, model_state, batch, _fold(step, 0), scale)
 
+    return _accumulating(one, plan, mesh, num_micro_batches, accumulate)
+
+
+def _accumulating(one: Callable[..., Any], plan: Plan, mesh: Mesh, num_micro_batches: int, accumulate: str) -> Any:
+    """`one` over the micro-batches of a batch in turn, its sums and gradients added up."""
     placement = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.gradients.items()}
 
     def accumulated(params: Any, model_state: Any, batch: Any, step: Any, scale: Any) -> Any:

@@ -131,16 +131,19 @@ def make_plan(
         master={path: leaf for path, leaf in weights.items() if leaf.dtype != at_rest[path].dtype},
         optimizer=_plan_optimizer(optimizer, weights, axes["optimizer"], axis_sizes, zero, precision.moments),
         ema={path: replace(leaf, dtype=widened(leaf.dtype)) for path, leaf in weights.items()} if ema else {},
-        model_state={
-            path: _unsplit(path, leaf.shape, leaf.dtype, "whole: model state, not a parameter")
-            for path, leaf in (model_state or {}).items()
-        },
-        loss_scale={
-            name: _unsplit(name, (), x.dtype, "whole: scalar")
-            for name, x in init_loss_scale(LossScaleConfig()).items()
-            if precision.compute == "float16"
-        },
+        model_state=_plan_model_state(model_state or {}),
+        loss_scale=_plan_loss_scale() if precision.compute == "float16" else {},
     )
+
+
+def _plan_model_state(model_state: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, LeafPlan]:
+    reason = "whole: model state, not a parameter"
+    return {path: _unsplit(path, leaf.shape, leaf.dtype, reason) for path, leaf in model_state.items()}
+
+
+def _plan_loss_scale() -> dict[str, LeafPlan]:
+    scalars = init_loss_scale(LossScaleConfig())
+    return {name: _unsplit(name, (), x.dtype, "whole: scalar") for name, x in scalars.items()}
 
 
 def trainable(paths: Collection[str], frozen: Sequence[str]) -> list[str]:
