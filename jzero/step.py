@@ -48,7 +48,7 @@ def make_train_step(
     """
     placement = shardings(plan, mesh)
     sharded = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.weights.items()}
-    update = _make_update(optimizer, plan, sharded, placement.opt_state, elementwise)
+    update = _make_update(optimizer, plan, sharded, placement.opt_state, elementwise, rounding_seed)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         # The scale of this step's backward pass is the one to divide by, whatever it becomes afterwards.
@@ -63,31 +63,14 @@ def make_train_step(
         norm, broken, gradients = _measure_and_clip(gradients, clip_norm)
         finite = jnp.isfinite(norm) & jnp.isfinite(means["loss"]) & jnp.isfinite(sums.loss.weight)
         applied = finite & (sums.loss.weight > 0)
-        key = None if rounding_seed is None else jax.random.fold_in(jax.random.key(rounding_seed), state.step)
-        new_weights, new_opt_state = update(gradients, state.opt_state, weights, key)
-
-        def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
-
-        new_weights = keep(new_weights, weights)
-        averaged = _move_average(state.ema, new_weights, ema_decay)
+        updated = update(gradients, state.opt_state, weights, state.step)
         new_scale, exhausted = {}, None
         if state.loss_scale:
             new_scale, exhausted = update_loss_scale(loss_scale, state.loss_scale, ~finite)
-        new_state = TrainState(
-            step=state.step + 1,
-            # Cast before the gather that the output's placement asks for: it then carries the parameters' own dtype.
-            params={**state.params, **{p: x.astype(plan.params[p].dtype) for p, x in new_weights.items()}},
-            master={path: new_weights[path] for path in plan.master},
-            opt_state=keep(new_opt_state, state.opt_state),
-            ema=keep(averaged, state.ema),
-            model_state=keep(model_state, state.model_state),
-            skipped=jnp.where(applied, state.skipped, state.skipped + 1),
-            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-            loss_scale=new_scale,
-        )
-        counters = {"skipped": new_state.skipped, "skipped_in_a_row": new_state.skipped_in_a_row}
-        metrics = {**means, "grad_norm": norm, **counters, "non_finite_leaf": broken, **stats}
+        changed = (*updated, model_state)
+        new_state = _next_state(state, plan, weights, changed, new_scale, finite, applied, ema_decay)
+        metrics = {**means, "grad_norm": norm, "non_finite_leaf": broken, **stats}
+        metrics |= {"skipped": new_state.skipped, "skipped_in_a_row": new_state.skipped_in_a_row}
         if scale is not None:
             metrics |= {"loss_scale": scale, "loss_scale_exhausted": exhausted}
         if schedule is not None:
@@ -97,14 +80,47 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(placement, placement.step))
 
 
+def _next_state(
+    state: TrainState,
+    plan: Plan,
+    weights: dict[str, Any],
+    changed: Any,
+    loss_scale: dict[str, Any],
+    finite: jax.Array,
+    applied: jax.Array,
+    ema_decay: float | None,
+) -> TrainState:
+    """changed: new weights, optimizer state and model state, taken where the step is applied."""
+    new_weights, opt_state, model_state = jax.tree.map(
+        lambda new, old: jnp.where(applied, new, old), changed, (weights, state.opt_state, state.model_state)
+    )
+    return TrainState(
+        step=state.step + 1,
+        # Cast before the gather that the output's placement asks for: it then carries the parameters' own dtype.
+        params=state.params | {path: x.astype(plan.params[path].dtype) for path, x in new_weights.items()},
+        master={path: new_weights[path] for path in plan.master},
+        opt_state=opt_state,
+        ema=_move_average(state.ema, new_weights, ema_decay, applied),
+        model_state=model_state,
+        skipped=jnp.where(applied, state.skipped, state.skipped + 1),
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        loss_scale=loss_scale,
+    )
+
+
 def _make_update(
-    optimizer: optax.GradientTransformation, plan: Plan, weight_shardings: Any, state_shardings: Any, elementwise: bool
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    weight_shardings: Any,
+    state_shardings: Any,
+    elementwise: bool,
+    rounding_seed: int | None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """update(gradients, opt_state, weights, key) -> (weights, opt_state), all in stored shapes and sharded. Computed in
-    float32 and stored in the planned dtypes, rounded stochastically where there is a key."""
+    """update(gradients, opt_state, weights, step) -> (weights, opt_state), all in stored shapes and sharded. Computed
+    in float32 and stored in the planned dtypes, rounded stochastically where there is a seed."""
     own = _own_dtypes(optimizer, plan)
 
-    def update(gradients: Any, opt_state: Any, weights: Any, key: Any) -> tuple[Any, Any]:
+    def update(gradients: Any, opt_state: Any, weights: Any, step: Any) -> tuple[Any, Any]:
         weights = {path: _cast(x, widened(x.dtype)) for path, x in weights.items()}
         opt_state = map_leaves(lambda leaf, x, dtype: _cast(x, dtype), plan.optimizer, opt_state, own)
         if not elementwise:
@@ -119,6 +135,7 @@ def _make_update(
         if not elementwise:
             weights = {path: leaf.pad(weights[path]) for path, leaf in plan.weights.items()}
             opt_state = map_leaves(lambda leaf, x: leaf.pad(x), plan.optimizer, opt_state)
+        key = None if rounding_seed is None else jax.random.fold_in(jax.random.key(rounding_seed), step)
         stored = _round((dict(plan.weights), plan.optimizer), (weights, opt_state), key)
         return jax.lax.with_sharding_constraint(stored, (weight_shardings, state_shardings))
 
@@ -151,10 +168,13 @@ def _round(plans: Any, tree: Any, key: Any) -> Any:
     return map_leaves(store, plans, tree)
 
 
-def _move_average(ema: dict[str, Any], weights: dict[str, Any], decay: float | None) -> dict[str, Any]:
+def _move_average(
+    ema: dict[str, Any], weights: dict[str, Any], decay: float | None, applied: jax.Array
+) -> dict[str, Any]:
     if decay is None:
         return {}
-    return {path: decay * x + (1 - decay) * weights[path].astype(x.dtype) for path, x in ema.items()}
+    moved = {path: decay * x + (1 - decay) * weights[path].astype(x.dtype) for path, x in ema.items()}
+    return {path: jnp.where(applied, moved[path], x) for path, x in ema.items()}
 
 
 def make_eval_step(
