@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # Placement, batch size and length may change from one start to the next.
 IDENTITY_SECTIONS = ("model", "data", "optimizer", "precision")
 NOT_IDENTITY = {
+    "model.family",  # its fields say it all
     "model.remat",
     "model.attention",
     "data.cache_dir",

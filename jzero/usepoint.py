@@ -233,6 +233,10 @@ def residual_policy(points: Mapping[str, UsePoint]) -> Callable[..., bool]:
     }
 
     def saveable(primitive: Any, *avals: Any, **params: Any) -> bool:
+        # JAX rounds what it saves and cannot round complex numbers (jax 0.10.2): they are computed again.
+        dtypes = [params.get("new_dtype"), *(getattr(a, "dtype", None) for a in avals)]
+        if primitive.name in ("complex", "fft") or any(d is not None and _is_complex(d) for d in dtypes):
+            return False
         if primitive is primitives.custom_vjp_call_p:
             # JAX asks about a use point as a whole first.
             inside = {e.primitive.name for e in own_equations(params["call_jaxpr"])}
@@ -242,6 +246,10 @@ def residual_policy(points: Mapping[str, UsePoint]) -> Callable[..., bool]:
         return not (primitive.name in _MOVES and any(getattr(a, "size", 0) in sizes for a in avals))
 
     return saveable
+
+
+def _is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def forget_weights(fn: Callable[..., Any], points: Mapping[str, UsePoint], *, gathers: bool) -> Callable[..., Any]:

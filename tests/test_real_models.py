@@ -136,8 +136,6 @@ CASES = {
     "jraphx GAT": lambda: graph_network("GAT"),
     "long-range-models": linear_recurrence,
 }
-# jax.checkpoint rounds the residuals that its policy saves by reduce_precision, complex ones too, which that refuses.
-COMPLEX = pytest.mark.xfail(strict=True, raises=TypeError, reason="stage 3 cannot save complex residuals (jax 0.10.2)")
 
 
 @functools.cache
@@ -155,12 +153,7 @@ def train(name: str, stage: int, devices: int) -> tuple[Any, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "devices"),
-    [
-        pytest.param(name, stage, devices, marks=[COMPLEX] if (name, stage) == ("long-range-models", 3) else [])
-        for name in CASES
-        for stage in (1, 3)
-        for devices in (3, 8)
-    ],
+    [(name, stage, devices) for name in CASES for stage in (1, 3) for devices in (3, 8)],
 )
 def test_a_model_of_others_trains_sharded_as_on_one_device(name, stage, devices):
     _, expected = train(name, 0, 1)
@@ -172,9 +165,9 @@ def test_a_model_of_others_trains_sharded_as_on_one_device(name, stage, devices)
         assert toys.bytes_a_device(tree) < 1.5 * whole / devices
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=COMPLEX)])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_complex_numbers_inside_a_model_train(stage):
-    """The least that fails as long-range-models does."""
+    """JAX rounds the residuals that it saves, and cannot round complex ones."""
 
     def apply(params, x):
         y = jax.lax.complex(x * jnp.cos(params["w"]), x * jnp.sin(params["w"]))
