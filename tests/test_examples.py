@@ -51,7 +51,10 @@ def run_example(name: str, directory: Path, leaves: tuple[str, ...] = ()) -> lis
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(("name", "split"), [("linen_resnet.py", "over 6"), ("functions.py", "over 8")])
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [pytest.param("linen_resnet.py", "over 6", marks=pytest.mark.slow), ("functions.py", "over 8")],
+)
 def test_examples_learn_to_what_they_promise(name, split, tmp_path):
     lines = run_example(name, tmp_path)
     promised = re.search(
@@ -63,6 +66,7 @@ def test_examples_learn_to_what_they_promise(name, split, tmp_path):
     assert any(line.endswith(split) for line in lines)
 
 
+@pytest.mark.slow
 def test_text_by_a_hugging_face_tokenizer_learns_to_what_it_promises(tmp_path):
     printed = "\n".join(run_example("hf_text.py", tmp_path))
     told = (REPOSITORY / "examples" / "hf_text.py").read_text()
@@ -76,6 +80,7 @@ def test_text_by_a_hugging_face_tokenizer_learns_to_what_it_promises(tmp_path):
     assert "library.jsonl: " in printed
 
 
+@pytest.mark.slow
 def test_adapters_learn_what_the_frozen_base_does_not_know(tmp_path):
     lines = run_example("lora.py", tmp_path)
     told = (REPOSITORY / "examples" / "lora.py").read_text()

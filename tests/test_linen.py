@@ -317,7 +317,7 @@ def noisy_engine(stage: int = 3, devices: int = 8, **train: Any) -> jzero.Engine
     return jzero.initialize(NOISY, noisy_loss, optax.sgd(0.1), config, jax.devices()[:devices])
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_dropout_and_batch_norm_draw_and_count_alike_on_any_devices(accumulation):
     batches = [toys.square_batch(96, i) for i in range(3)]
     found = []

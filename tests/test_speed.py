@@ -14,13 +14,13 @@ import pytest
 from jzero.bench import make_arms
 from jzero.config import load_config
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 ARMS = r"│ (.+?) +│ ([\d.]+) ms +│ ([\d.]+) +│"
 # A step of a third of a second or so, so that computing it outweighs calling it.
 SMALLER = ["data.sequence_length=64", "train.global_batch_size=16", "model.num_hidden_layers=2"]
 
 
-@pytest.mark.slow
 def test_one_device_at_stage_0_costs_no_more_than_a_plain_jitted_step():
     ratios = []
     for _ in range(3):  # the median of three: a burst of other work on the machine spoils one
