@@ -184,10 +184,10 @@ class Blueprint:
 
 def _warn_of_lost_updates(precision: PrecisionConfig) -> None:
     bits = {"bfloat16": 8, "float16": 11}.get(precision.params)
-    if bits and precision.master is None and not precision.stochastic_rounding:
+    if bits and precision.master in (None, precision.params) and not precision.stochastic_rounding:
         warnings.warn(
-            f"precision.master = null with precision.params = {precision.params}: an update below 1/{2**bits} of a "
-            "weight rounds to nothing; precision.master: float32 keeps it",
+            f"precision.master = {precision.master or 'null'} with precision.params = {precision.params}: an update "
+            f"below 1/{2**bits} of a weight rounds to nothing; precision.master: float32 keeps it",
             stacklevel=4,  # the caller of `initialize`
         )
 

@@ -66,7 +66,9 @@ class Engine:
 
         Returns float32/int32 device scalars: loss, weight, grad_norm (before clipping), skipped (steps so far that
         changed nothing), skipped_in_a_row, non_finite_leaf (the number in `plan.gradients` of the first leaf that is
-        not finite, -1: none), learning_rate where the schedule is jzero's, and the loss's extra metrics.
+        not finite, -1: none), learning_rate where the schedule is jzero's, and the loss's extra metrics. In float16
+        also loss_scale, of this step, and loss_scale_exhausted, bool: it overflowed at its minimum, so stop. As
+        `config.log` asks, what `jzero.gradstats.gradient_stats` returns.
         """
         train_step = self._train_step(self._blueprint.micro_batches(batch))
         state, batch = self._live_state, self.place(batch)

@@ -21,10 +21,10 @@ from jzero.usepoint import Gathered, UsePoint, forget_weights
 
 Loss = Callable[[Any, Any], Any]
 
-_OWN_METRICS = {"loss", "weight", "grad_norm", "learning_rate", "skipped", "skipped_in_a_row", "non_finite_leaf"} | {
-    "loss_scale",
-    "loss_scale_exhausted",
-}
+_OWN_METRICS = frozenset(
+    ("loss", "weight", "grad_norm", "grad_histogram", "learning_rate", "skipped", "skipped_in_a_row")
+    + ("non_finite_leaf", "loss_scale", "loss_scale_exhausted")
+)
 
 
 @jax.tree_util.register_dataclass
@@ -61,11 +61,9 @@ def loss_sums(result: Any, batch: Any) -> LossSums:
         raise ModelError(f"the loss returned (loss, {type(extras).__name__}); the second must be a dict of metrics.")
     rows = jax.tree.leaves(batch)[0].shape[0]
     loss = _weighted("loss", value, jnp.float32(rows))
-    clash = _OWN_METRICS & set(extras)
+    clash = [name for name in extras if name in _OWN_METRICS or name.startswith("grad_norm/")]
     if clash:
-        raise ModelError(
-            f"extra metric {sorted(clash)[0]!r} has the name of one of jzero's own; call it something else."
-        )
+        raise ModelError(f"extra metric {min(clash)!r} has the name of one of jzero's own; call it something else.")
     # Metrics are read, not trained on.
     extra_sums = {name: _weighted(name, jax.lax.stop_gradient(v), loss.weight) for name, v in extras.items()}
     return LossSums(loss, extra_sums)

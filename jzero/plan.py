@@ -6,7 +6,7 @@ plans a 64-device job on a laptop.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -284,24 +284,27 @@ def _plan_optimizer(
 
     An array under its parameter's path that has as many dims follows the parameter where it has the parameter's size
     along the dim that is split: moments do, and the scales of blocks along another dim. Of the rest it takes what its
-    sizes share with the parameter's. Any other array is placed by its own shape; scalars stay whole. moments: the dtype
-    of float arrays.
+    sizes share with the parameter's. Any other array is placed by its own shape. Scalars stay whole, and as the
+    optimizer makes them for float32 weights: a sum or an estimate in the dtype of narrow ones would come to stand
+    still. moments: the dtype of float arrays.
     """
-    abstract = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in weights.items()}
 
-    def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> LeafPlan:
+    def abstract(dtype: Callable[[Any], Any]) -> Any:
+        given = {path: jax.ShapeDtypeStruct(leaf.shape, dtype(leaf.dtype)) for path, leaf in weights.items()}
+        with jax.numpy_dtype_promotion("standard"):  # as optax relies on
+            return jax.eval_shape(optimizer.init, given)
+
+    def place(keys: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, wide: jax.ShapeDtypeStruct) -> LeafPlan:
         # By path, not by optax.tree_map_params: that fails on masked states (measured: optax 0.2.8, contrib.muon).
         named = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey) and key.key in weights]
         placed = _follow(weights[named[-1]], leaf.shape) if named else None
         if placed is None:
             placed = _place("", leaf.shape, 0, (None,) * len(leaf.shape), axes, axis_sizes, zero)
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        dtype = stored_dtype(leaf.dtype, moments) if moments and leaf.ndim else leaf.dtype
+        dtype = stored_dtype(leaf.dtype, moments) if leaf.ndim else wide.dtype
         return replace(placed, path=path, dtype=dtype, zero_axes=_on_top(axes, placed))
 
-    with jax.numpy_dtype_promotion("standard"):  # as optax relies on
-        state = jax.eval_shape(optimizer.init, abstract)
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(place, abstract(lambda dtype: dtype), abstract(widened))
 
 
 def _follow(param: LeafPlan, shape: tuple[int, ...]) -> LeafPlan | None:

@@ -37,8 +37,6 @@ from jzero.sample import sample
 from jzero.signals import StopSignal, stop_signals
 from jzero.sinks import open_sinks
 
-SAMPLE_TEMPERATURE = 0.8  # lively, yet short of noise, for a model of bytes
-
 
 def run_training(
     config: Config, console: Console | None = None, sinks: Sequence[Sink] = (), *, data: OwnData | None = None
@@ -153,7 +151,7 @@ class Trainer:
             if value != earlier.get(name, value):  # an earlier version's checkpoint lacks later fields
                 say(self.console, f"optimizer.{name} was {earlier[name]}, is {value} from here on")
         num_steps, before = self.config.train.num_steps, record["config"]["train"]["num_steps"]
-        if num_steps != before and optimizer.decay_steps is None and optimizer.schedule != "constant":
+        if num_steps != before and optimizer.decay_steps is None and optimizer.schedule in ("linear", "cosine", "wsd"):
             say(
                 self.console,
                 f"train.num_steps was {before}, is {num_steps}: the learning rate's schedule now ends there; "

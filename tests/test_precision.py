@@ -11,6 +11,7 @@ import optax
 import pytest
 import toys
 from flax import nnx
+from optax import contrib
 
 import jzero
 from jzero.config import LossScaleConfig, PrecisionConfig, make_config
@@ -345,6 +346,10 @@ def test_narrow_precisions_train_as_on_one_device(name, stage, devices, micro_ba
         ({"loss_scale": {"window": 5}}, r"loss_scale\.window = 5: only float16 needs a loss scale.*float32.*fp16"),
         ({"precision": "fp16", "loss_scale": {"minimum": 2, "initial": 1}}, r"minimum = 2.*initial = 1"),
         (
+            {"precision": "fp16", "loss_scale": {"dynamic": False, "window": 5}},
+            r"loss_scale\.window = 5: not read by loss_scale\.dynamic = false",
+        ),
+        (
             {"precision": {"moments": "bfloat16"}, "optimizer": {"name": "adamw8bit"}},
             r"moments = bfloat16: with optimizer\.name = adamw8bit the moments rest in 8 bits",
         ),
@@ -356,6 +361,14 @@ def test_narrow_precisions_train_as_on_one_device(name, stage, devices, micro_ba
 def test_precisions_that_make_no_sense_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         make_config(config)
+
+
+def test_numbers_of_the_optimizer_stay_float32_beside_narrow_weights():
+    """A sum of squared rates, kept in bfloat16, stood still after some 250 steps, and with it the average."""
+    loss = lambda model, batch: model.a.sum().astype(jnp.float32) * batch.sum()
+    engine = start(lambda rngs: Matrices(rngs), loss, contrib.schedule_free_adamw(1e-2), precision=NO_MASTER)
+    dtypes = {(array.ndim > 0, str(array.dtype)) for array in jax.tree.leaves(engine.state.opt_state)}
+    assert dtypes == {(True, "bfloat16"), (False, "float32"), (False, "int32")}
 
 
 def test_a_pattern_that_keeps_nothing_is_refused():

@@ -366,6 +366,7 @@ def test_batch_that_weighs_nothing_changes_nothing(micro_batches):
     ("result", "message"),
     [
         (lambda loss: (loss, {"loss": loss}), "extra metric 'loss' has the name of one of jzero's own"),
+        (lambda loss: (loss, {"grad_norm/w": loss}), "extra metric 'grad_norm/w' has the name of one of jzero's own"),
         (lambda loss: (loss, {"a": loss, "skipped": loss}), "extra metric 'skipped' has the name"),
         (lambda loss: (loss, {"each": jnp.zeros(3)}), r"each has shape \(3,\): return a scalar"),
         (
@@ -555,9 +556,10 @@ def test_small_updates_add_up_in_the_master(stage, devices):
     assert float(copy[0, 0]) == 0.8984375  # the bfloat16 nearest to 0.9
 
 
-def test_without_a_master_small_updates_are_lost():
-    precision = {"preset": "bf16", "master": None}
-    with pytest.warns(UserWarning, match="precision.master = null with precision.params = bfloat16"):
+@pytest.mark.parametrize(("master", "told"), [(None, "null"), ("bfloat16", "bfloat16")])
+def test_without_a_wider_master_small_updates_are_lost(master, told):
+    precision = {"preset": "bf16", "master": master}
+    with pytest.warns(UserWarning, match=f"precision.master = {told} with precision.params = bfloat16"):
         engine = start(lambda rngs: Ones(rngs), sum_of_weights, optax.sgd(1e-3), precision=precision)
     for _ in range(100):
         metrics = engine.step(np.zeros(ROWS, np.float32))

@@ -353,6 +353,18 @@ def test_a_run_goes_on_with_another_learning_rate_and_says_so(copy_of_straight):
     assert train_rows(copy_of_straight)[-1]["learning_rate"] < before
 
 
+@pytest.mark.parametrize(("schedule", "ends"), [("cosine", True), ("inverse_sqrt", False)])
+def test_only_a_schedule_that_ends_is_said_to_end_elsewhere(tmp_path, schedule, ends):
+    """The others take no optimizer.decay_steps, which the message names."""
+    trainer, out = scripted(tmp_path, [3, 3, 3, 3], optimizer={"schedule": schedule})
+    earlier = tiny(tmp_path / "run", optimizer={"schedule": schedule}, train={"num_steps": 3}).model_dump(mode="json")
+    record = {"data": "", "next_sample": 8, "eval_loss": None, "config": earlier}
+    trainer.checkpointer.restore = lambda targets: SimpleNamespace(step=2, record=record, arrays={})
+    trainer.engine.targets, trainer.engine.load = dict, lambda arrays: None
+    trainer.restore()
+    assert ("optimizer.decay_steps=3 keeps the old one" in " ".join(out.getvalue().split())) is ends
+
+
 # whose run is it
 
 

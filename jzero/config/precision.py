@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from jzero.config.section import Fault, Flag, Positive, Section, Size, Text
+from jzero.config.section import Fault, Flag, Positive, Section, Size, Text, shown
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 WideDtype = Literal["float32", "bfloat16"]  # with float32's range
@@ -82,3 +82,10 @@ class LossScaleConfig(Section):
                 ("loss_scale.minimum", "loss_scale.initial"),
                 f"loss_scale.minimum = {self.minimum}: more than loss_scale.initial = {self.initial}; lower the first",
             )
+        for name, value in self.model_dump(exclude_defaults=True, exclude={"initial", "dynamic"}).items():
+            if not self.dynamic:
+                yield Fault(
+                    (f"loss_scale.{name}", "loss_scale.dynamic"),
+                    f"loss_scale.{name} = {shown(value)}: not read by loss_scale.dynamic = false, whose scale stays at "
+                    "loss_scale.initial; drop it, or set loss_scale.dynamic: true",
+                )
