@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optax.contrib import ScheduleFreeState
 
+from jzero.adam8bit import Adam8bitState
 from jzero.adapt import adapt
 from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
 from jzero.elementwise import assert_drivable, is_elementwise
 from jzero.errors import ConfigError, ModelError
 from jzero.grads import Loss, make_grad_fn
 from jzero.gradstats import norm_groups
-from jzero.leaf import map_leaves
+from jzero.leaf import LeafPlan, map_leaves
 from jzero.mesh import BATCH_AXES, Device, make_mesh
 from jzero.model_api import Model
 from jzero.optim import averaged_weights, make_optimizer
@@ -69,6 +72,7 @@ def prepare(
         ema=config.train.ema_decay is not None,
     )
     norm_groups(config.log.grad_norms, plan.gradients)  # what cannot work is refused here
+    _assert_storable(config, plan)
     return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan)
 
 
@@ -101,8 +105,7 @@ class Blueprint:
 
     def train_step(self, num_micro_batches: int) -> Any:
         """The jitted step over a batch of that many micro-batches: (state, batch) -> (state, metrics)."""
-        accumulate = self.config.precision.accumulate
-        grad_fn = make_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches, accumulate)
+        grad_fn = make_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches)
         return make_train_step(
             grad_fn,
             self.optimizer,
@@ -113,7 +116,8 @@ class Blueprint:
             schedule=self.schedule,
             loss_scale=self.config.loss_scale,
             ema_decay=self.config.train.ema_decay,
-            rounding_seed=self.config.train.seed if self.config.precision.stochastic_rounding else None,
+            seed=self.config.train.seed,
+            stochastic_rounding=self.config.precision.stochastic_rounding,
             norm_groups=norm_groups(self.config.log.grad_norms, self.plan.gradients),
             histogram=self.config.log.grad_histogram,
         )
@@ -189,6 +193,28 @@ def _warn_of_lost_updates(precision: PrecisionConfig) -> None:
             f"precision.master = {precision.master or 'null'} with precision.params = {precision.params}: an update "
             f"below 1/{2**bits} of a weight rounds to nothing; precision.master: float32 keeps it",
             stacklevel=4,  # the caller of `initialize`
+        )
+
+
+def _assert_storable(config: Config, plan: Plan) -> None:
+    """Raise ConfigError for dtypes and averages that this optimizer's state, whoever made it, cannot bear."""
+    kinds = (ScheduleFreeState, Adam8bitState)
+    leaves = jax.tree.leaves(plan.optimizer, is_leaf=lambda x: isinstance(x, (*kinds, LeafPlan)))
+    moments, schedule_free = config.precision.moments, any(isinstance(leaf, ScheduleFreeState) for leaf in leaves)
+    if moments and any(isinstance(leaf, kinds) for leaf in leaves):
+        held = "state holds the weights themselves" if schedule_free else "moments rest in 8 bits"
+        raise ConfigError(f"precision.moments = {moments}: this optimizer's {held}; set precision.moments: null")
+    if moments and not any(leaf.shape for leaf in leaves):
+        raise ConfigError(f"precision.moments = {moments}: this optimizer keeps no arrays; set precision.moments: null")
+    if schedule_free and plan.ema:
+        raise ConfigError(
+            f"train.ema_decay = {config.train.ema_decay}: a schedule-free optimizer keeps an average of its own; "
+            "set train.ema_decay: null"
+        )
+    if schedule_free and any(leaf.dtype != jnp.float32 for leaf in plan.weights.values()):
+        raise ConfigError(
+            f"precision.master = {config.precision.master or 'null'}: a schedule-free optimizer averages the weights, "
+            f"which {config.precision.params} is too coarse for; set precision.master: float32"
         )
 
 

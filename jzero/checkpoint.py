@@ -336,8 +336,8 @@ def _assert_fits(where: str, entries: Mapping[str, ArrayEntry], targets: Mapping
         raise CheckpointError(
             f"{where} does not fit:\n  "
             + "\n  ".join(faults)
-            + "\nUse the model, optimizer and precision it was saved with, or start anew in another directory; from its "
-            "weights, if you like: engine.load_weights, checkpoint.start_from."
+            + "\nUse the model, optimizer and precision it was saved with, or start anew in another directory; from "
+            "its weights, if you like: engine.load_weights, checkpoint.start_from."
         )
 
 

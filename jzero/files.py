@@ -63,8 +63,7 @@ def read_checked(path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]
     text = path.read_bytes()
     try:
         head = json.loads(text)
-        # Token caches written before this module say "checksum".
-        content, checksum = head.pop(name), head["crc32" if "crc32" in head else "checksum"]
+        content, checksum = head.pop(name), head["crc32"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path.name} cannot be read ({error})") from error
     if zlib.crc32(json.dumps(content).encode()) != checksum:

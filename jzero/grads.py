@@ -87,7 +87,6 @@ def make_grad_fn(
     mesh: Mesh,
     points: Mapping[str, UsePoint],
     num_micro_batches: int,
-    accumulate: str,
 ) -> Callable[..., tuple[LossSums, dict[str, jax.Array], jax.Array, dict[str, Any]]]:
     """fn(params, model_state, batch, step, scale) -> (LossSums, gradients, unscale, new model state), engine `xla`.
 
@@ -96,7 +95,7 @@ def make_grad_fn(
     the micro-batch's number into random streams. scale: float32, multiplies each micro-batch's mean loss before its
     backward pass; None: nothing does. Gradients are of the loss total, once multiplied by `unscale` (float32 scalar),
     by the trained parameters; they have stored shapes and the placement of plan.gradients. Summed over several
-    micro-batches they have dtype `accumulate` and are unscaled already.
+    micro-batches they have the dtypes of plan.accumulate and are unscaled already.
     """
     gathers = any(leaf.zero_axes for leaf in plan.params.values())
     loss_fn = make_loss_fn(model, loss, points, train=True)
@@ -120,10 +119,10 @@ def make_grad_fn(
     if num_micro_batches == 1:
         return lambda params, model_state, batch, step, scale: one(params, model_state, batch, _fold(step, 0), scale)
 
-    return _accumulating(one, plan, mesh, num_micro_batches, accumulate)
+    return _accumulating(one, plan, mesh, num_micro_batches)
 
 
-def _accumulating(one: Callable[..., Any], plan: Plan, mesh: Mesh, num_micro_batches: int, accumulate: str) -> Any:
+def _accumulating(one: Callable[..., Any], plan: Plan, mesh: Mesh, num_micro_batches: int) -> Any:
     """`one` over the micro-batches of a batch in turn, its sums and gradients added up."""
     placement = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.gradients.items()}
 
@@ -142,7 +141,7 @@ def _accumulating(one: Callable[..., Any], plan: Plan, mesh: Mesh, num_micro_bat
         first = jax.tree.map(lambda x: x[0], micro_batches)
         shapes = jax.eval_shape(one, params, model_state, first, _fold(step, 0), scale)
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
-        gradients = jax.tree.map(lambda g: jnp.zeros(g.shape, accumulate), shapes[1])
+        gradients = {path: jnp.zeros(g.shape, plan.accumulate[path]) for path, g in shapes[1].items()}
         gradients = jax.lax.with_sharding_constraint(gradients, placement)
         numbered = (jnp.arange(num_micro_batches, dtype=jnp.int32), micro_batches)
         (sums, gradients, model_state), _ = jax.lax.scan(add, (sums, gradients, model_state), numbered)

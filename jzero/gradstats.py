@@ -25,7 +25,7 @@ def norm_groups(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, tupl
     Raises ConfigError, with the nearest paths, for a pattern that matches none.
     """
     paths = list(paths)
-    found = {pattern: matching("log.grad_norms", [pattern], paths) for pattern in patterns}
+    found = {pattern: matching("log.grad_norms", [pattern], paths, "trained parameter") for pattern in patterns}
     return {pattern: tuple(path for path in paths if path in found[pattern]) for pattern in patterns}
 
 
@@ -70,6 +70,6 @@ def _bins(gradient: jax.Array) -> jax.Array:
 
 
 def _count(where: jax.Array) -> jax.Array:
-    """Elements that are true, float32: whole numbers as far as int32 holds them."""
+    """Elements that are true: summed in int32, told in float32, which holds whole numbers to 2^24."""
     axes = None if where.size < 2**31 else tuple(range(1, where.ndim))
     return jnp.sum(jnp.sum(where, axis=axes, dtype=jnp.int32).astype(jnp.float32))

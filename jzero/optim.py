@@ -42,7 +42,7 @@ def settings_by_path(config: OptimizerConfig, params: Mapping[str, AbstractParam
     usual = {path: config.weight_decay if decays(path, p) else 0.0 for path, p in params.items()}
     settings = {path: Settings(1.0, decay) for path, decay in usual.items()}
     for number, group in enumerate(config.groups):
-        for path in matching(f"optimizer.groups[{number}].match", group.match, params):
+        for path in matching(f"optimizer.groups[{number}].match", group.match, params, "trained parameter"):
             decay = usual[path] if group.weight_decay is None else group.weight_decay
             settings[path] = Settings(group.learning_rate_factor, decay)
     return settings
@@ -119,7 +119,7 @@ def _muon(config: OptimizerConfig, params: Mapping[str, AbstractParam]) -> optax
     if config.muon_exclude is None:
         excluded = {path for path in params if any(name in path.lower() for name in NO_MATRICES)}
     else:
-        excluded = matching("optimizer.muon_exclude", config.muon_exclude, params)
+        excluded = matching("optimizer.muon_exclude", config.muon_exclude, params, "trained parameter")
     matrices = {path for path, p in params.items() if len(p.shape) - p.stack_ndim == 2 and path not in excluded}
     dims = {path: contrib.MuonDimensionNumbers(-2, -1) if path in matrices else optax.MaskedNode() for path in params}
     return optax.partition(

@@ -9,8 +9,8 @@ from jzero.errors import ConfigError
 _SHOWN = 6
 
 
-def matching(field: str, patterns: Sequence[str], paths: Collection[str]) -> set[str]:
-    """The paths that any of the patterns (fnmatch's) matches.
+def matching(field: str, patterns: Sequence[str], paths: Collection[str], kind: str = "parameter") -> set[str]:
+    """The paths that any of the patterns (fnmatch's) matches. kind: what the paths name.
 
     Raises ConfigError, naming the field and the nearest paths, for a pattern that matches none.
     """
@@ -20,7 +20,7 @@ def matching(field: str, patterns: Sequence[str], paths: Collection[str]) -> set
         if not hits:
             near = difflib.get_close_matches(pattern, paths, n=_SHOWN, cutoff=0.3) or sorted(paths)[:_SHOWN]
             raise ConfigError(
-                f"{field} names {pattern!r}, which matches no parameter. There are {', '.join(near)}"
+                f"{field} names {pattern!r}, which matches no {kind}. There are {', '.join(near)}"
                 f"{' and others' if len(paths) > len(near) else ''}."
             )
         found.update(hits)

@@ -26,7 +26,8 @@ from jzero.rounding import widened
 class Plan:
     """The placement of a whole training state, by parameter path.
 
-    params: at rest, frozen ones included. compute: their dtypes where the model reads them. initial: all of them as
+    params: at rest, frozen ones included. compute: their dtypes where the model reads them; accumulate: those that
+    gradients are summed in over micro-batches. initial: all of them as
     their first values are computed, frozen ones too. The trees from here on are of trained parameters only. weights:
     what the optimizer updates, placed as it updates it. master: those of them that are copies of their own. optimizer:
     LeafPlans in the structure of the optax state. ema: the moving average of the weights, empty where none is kept.
@@ -37,6 +38,7 @@ class Plan:
     stage: int
     params: Mapping[str, LeafPlan]
     compute: Mapping[str, Any]
+    accumulate: Mapping[str, Any]
     initial: Mapping[str, LeafPlan]
     gradients: Mapping[str, LeafPlan]
     weights: Mapping[str, LeafPlan]
@@ -97,7 +99,7 @@ def make_plan(
     """
     trained = trainable(params, frozen)
     kept = matching("precision.keep_float32", precision.keep_float32, params)
-    axes = zero_axes(zero, axis_sizes)
+    axes, updated = zero_axes(zero, axis_sizes), precision.master or precision.params
     widest = max(axes.values(), key=len)
     placed = {
         path: _place(path, p.shape, p.stack_ndim, _own_spec(path, p, axis_sizes), widest, axis_sizes, zero)
@@ -118,13 +120,13 @@ def make_plan(
             for path in paths
         }
 
-    at_rest = tree("parameters", precision.params, params)
-    weights = tree("optimizer", precision.master or precision.params, trained)
+    at_rest, weights = tree("parameters", precision.params, params), tree("optimizer", updated, trained)
     return Plan(
         axis_sizes=dict(axis_sizes),
         stage=zero.stage,
         params=at_rest,
         compute={path: dtype(path, precision.compute) for path in params},
+        accumulate={path: dtype(path, precision.accumulate) for path in trained},
         initial={**tree("optimizer", precision.params, params), **weights},
         gradients=tree("gradients", precision.accumulate if accumulating else precision.params, trained),
         weights=weights,
@@ -132,7 +134,7 @@ def make_plan(
         optimizer=_plan_optimizer(optimizer, weights, axes["optimizer"], axis_sizes, zero, precision.moments),
         ema={path: replace(leaf, dtype=widened(leaf.dtype)) for path, leaf in weights.items()} if ema else {},
         model_state=_plan_model_state(model_state or {}),
-        loss_scale=_plan_loss_scale() if precision.compute == "float16" else {},
+        loss_scale=_plan_loss_scale() if "float16" in (precision.params, precision.compute) else {},
     )
 
 

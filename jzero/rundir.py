@@ -38,6 +38,8 @@ IDENTITY_FIELDS = (
     "train.seed",
     "train.frozen",
     "train.ema_decay",
+    "loss_scale.dynamic",
+    "loss_scale.initial",
     "checkpoint.start_from",
     "checkpoint.start_averaged",
     "checkpoint.start_skip",

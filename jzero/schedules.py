@@ -18,7 +18,8 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     - W <= count <= E: linear or half a cosine from peak at W to final at E; constant stays at peak; wsd stays there
       until E - `cooldown_steps`, then falls linearly (arXiv 2404.06395, section 4);
     - count >= E: final. With E = num_steps the last update, of count num_steps - 1, is one step short of it.
-    - inverse_sqrt (arXiv 1706.03762, section 5.3): peak * sqrt(W / count) from W on, W at least 1;
+    - inverse_sqrt (arXiv 1706.03762, section 5.3): peak * sqrt(W / count) from W on; without a warm-up
+      peak / sqrt(1 + count);
     - piecewise: peak * `factors`[i] from `boundaries`[i] on.
 
     Returns:

@@ -84,6 +84,7 @@ def _run(config: Config, console: Console, directory: RunDirectory, sinks: Seque
             trainer.restore()
         elif config.checkpoint.start_from is not None:
             trainer.take_weights(config.checkpoint.start_from)
+        assert_counted(data, config.train.eval_batches)
         return trainer.run()
 
 
@@ -91,6 +92,16 @@ def _make_feed(config: Config, own: OwnData | None, batch_size: int) -> Feed:
     if own is not None:
         return own.batched(config, batch_size)
     return make_data(config.data, seed=config.train.seed, batch_size=batch_size, vocab_size=config.model.vocab_size)
+
+
+def assert_counted(data: Feed, num_batches: int) -> None:
+    """Raise DataError where an evaluation would count no target: before the first step, not after the last."""
+    batches = list(data.validation_batches(num_batches))
+    if batches and not any(np.any(batch.get("weights", True)) for batch in batches):
+        raise DataError(
+            f"the loss counts no target of {len(batches)} validation batches: raise train.eval_batches or "
+            "data.validation_fraction, or put longer answers there"
+        )
 
 
 def language_model_loss(model: Any, batch: dict[str, jax.Array]) -> WeightedLoss:
@@ -146,10 +157,12 @@ class Trainer:
         progress.next_sample = record["next_sample"]
         progress.eval_loss = record["eval_loss"]
         say(self.console, f"going on from {self.directory.checkpoint(restored.step)}")
-        optimizer, earlier = self.config.optimizer, record["config"]["optimizer"]
-        for name, value in optimizer.model_dump(mode="json").items():
-            if value != earlier.get(name, value):  # an earlier version's checkpoint lacks later fields
-                say(self.console, f"optimizer.{name} was {earlier[name]}, is {value} from here on")
+        now, earlier, optimizer = self.config.model_dump(mode="json"), record["config"], self.config.optimizer
+        for section in ("optimizer", "loss_scale"):
+            before = earlier.get(section, {})  # an earlier version's checkpoint lacks later fields
+            for name, value in now[section].items():
+                if value != before.get(name, value):
+                    say(self.console, f"{section}.{name} was {before[name]}, is {value} from here on")
         num_steps, before = self.config.train.num_steps, record["config"]["train"]["num_steps"]
         if num_steps != before and optimizer.decay_steps is None and optimizer.schedule in ("linear", "cosine", "wsd"):
             say(
@@ -291,11 +304,6 @@ class Trainer:
         if not results:
             return None
         weight = sum(float(result["weight"]) for result in results)
-        if weight == 0:
-            raise DataError(
-                f"the loss counts no target of {len(results)} validation batches: raise train.eval_batches or "
-                "data.validation_fraction, or put longer answers there"
-            )
         return sum(float(result["loss"]) * float(result["weight"]) for result in results) / weight
 
     def _save(self, writer: MetricWriter) -> None:

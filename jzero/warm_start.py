@@ -58,7 +58,10 @@ def choose(
     there = {name.removeprefix("params/"): name for name in entries if name.startswith("params/")}
     there |= {name: name for name in entries if name.startswith(MODEL_STATE) and entries[name].key_impl is None}
     if averaged and not any(name.startswith("ema/") for name in entries):
-        raise CheckpointError(f"{where} holds no averaged weights; take those in training instead.")
+        raise CheckpointError(
+            f"{where} holds no moving average (train.ema_decay); take the weights in training instead, which are all "
+            "that can be taken of a schedule-free run too."
+        )
     for path in list(there):
         better = [f"master/{path}", *([f"ema/{path}"] if averaged else [])]
         there[path] = next((name for name in reversed(better) if name in entries), there[path])
@@ -79,6 +82,8 @@ def choose(
             f"{where} does not fit:\n  " + "\n  ".join(told) + "\nName what is meant to differ in `skip`, by patterns."
         )
     sources = {path: there[path] for path in here if path not in skipped}
+    if not sources:
+        raise CheckpointError(f"{where}: skip = {list(skip)} leaves nothing to take.")
     targets = {
         name: ArrayTarget(
             here[path][0].shape, here[path][0].stored_shape, jnp.dtype(entries[name].dtype), here[path][1]

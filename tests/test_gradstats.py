@@ -122,5 +122,5 @@ def test_a_pattern_that_matches_nothing_is_told_with_near_paths(pattern, near):
     with pytest.raises(ConfigError) as caught:
         norm_groups(["gain", pattern], SHAPES)
     told = str(caught.value)
-    assert told.startswith(f"log.grad_norms names {pattern!r}, which matches no parameter. There are ")
+    assert told.startswith(f"log.grad_norms names {pattern!r}, which matches no trained parameter. There are ")
     assert near in told

@@ -340,8 +340,14 @@ def test_groups_set_parameters_apart_and_the_last_that_matches_holds():
     ("pattern", "told"),
     [
         # transformers#18273: names that do not exist decayed everything.
-        ("*layernorm*", r"groups\[1\]\.match names '\*layernorm\*', which matches no parameter.*layers/norm/scale"),
-        ("layers/norm/weight", r"names 'layers/norm/weight', which matches no parameter. There are layers/norm/scale"),
+        (
+            "*layernorm*",
+            r"groups\[1\]\.match names '\*layernorm\*', which matches no trained parameter.*layers/norm/scale",
+        ),
+        (
+            "layers/norm/weight",
+            r"names 'layers/norm/weight', which matches no trained parameter. There are layers/norm/scale",
+        ),
     ],
 )
 def test_a_group_that_matches_nothing_is_told_with_what_there_is(pattern, told):
@@ -369,7 +375,7 @@ def test_muon_takes_the_matrices_that_are_no_embeddings():
     assert orthogonalised(muon_exclude=("out/*", "Embed*")) == {"layers/up", "lm_head/kernel"}
     assert orthogonalised(muon_exclude=()) == {"Embed_0/embedding", "layers/up", "lm_head/kernel", "out/kernel"}
     with pytest.raises(
-        ConfigError, match=r"optimizer\.muon_exclude names 'head', which matches no parameter.*lm_head/kernel"
+        ConfigError, match=r"optimizer\.muon_exclude names 'head', which matches no trained parameter.*lm_head/kernel"
     ):
         orthogonalised(muon_exclude=("head",))
 

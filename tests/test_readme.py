@@ -153,10 +153,7 @@ def test_table_of_stages_is_what_is_planned():
 def test_table_of_stages_is_what_lies_on_the_devices(precision, stage):
     blueprint = quickstart_blueprint(stage, precision)
     engine = Engine(blueprint)
-    accumulate = blueprint.config.precision.accumulate
-    grad_fn = make_grad_fn(
-        blueprint.model, blueprint.loss, blueprint.plan, blueprint.mesh, blueprint.points, 1, accumulate
-    )
+    grad_fn = make_grad_fn(blueprint.model, blueprint.loss, blueprint.plan, blueprint.mesh, blueprint.points, 1)
     batch = engine.place({"tokens": np.zeros((8, 17), np.int32)})
     state = engine.state
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention refuses bfloat16 under strict promotion

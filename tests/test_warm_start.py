@@ -118,5 +118,5 @@ def test_what_differs_is_refused_and_may_be_left_out(saved):
 def test_an_average_that_is_not_there_is_refused(tmp_path):
     engine = start(3, 8, optax.sgd(0.1))
     engine.save(tmp_path)
-    with pytest.raises(CheckpointError, match="holds no averaged weights"):
+    with pytest.raises(CheckpointError, match="holds no moving average"):
         engine.load_weights(tmp_path, averaged=True)

@@ -70,14 +70,8 @@ class Config(Section):
                 f"data.sequence_length = {length}: longer than model.max_position_embeddings = {longest}; "
                 f"set model.max_position_embeddings: {length}",
             )
-        if self.precision.moments and self.optimizer.name in ("adamw8bit", "schedule_free"):
-            held = {"adamw8bit": "moments rest in 8 bits", "schedule_free": "state holds the weights themselves"}
-            yield Fault(
-                ("precision.moments", "optimizer.name"),
-                f"precision.moments = {self.precision.moments}: with optimizer.name = {self.optimizer.name} the "
-                f"{held[self.optimizer.name]}; set precision.moments: null",
-            )
-        if self.precision.compute != "float16" and (given := self.loss_scale.model_dump(exclude_defaults=True)):
+        narrow = "float16" in (self.precision.params, self.precision.compute)
+        if not narrow and (given := self.loss_scale.model_dump(exclude_defaults=True)):
             name, value = next(iter(given.items()))
             yield Fault(
                 (f"loss_scale.{name}", "precision.compute", "precision.preset"),

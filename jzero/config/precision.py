@@ -30,7 +30,7 @@ class PrecisionConfig(Section):
     accumulate: WideDtype = "float32"  # gradients summed over micro-batches
     moments: WideDtype | None = None  # arrays of the optimizer's state at rest; null: as the optimizer makes them
     keep_float32: tuple[Text, ...] = ()  # parameters that stay float32 at rest and in the model; path patterns
-    stochastic_rounding: Flag = False  # of updates that are stored in bfloat16
+    stochastic_rounding: Flag = False  # of weights that are stored in bfloat16; the optimizer's state always is
 
     @classmethod
     def complete(cls, given: Any) -> Any:
@@ -56,11 +56,11 @@ class PrecisionConfig(Section):
                 "set precision.master: null or float32",
             )
         updated = self.master or self.params
-        if self.stochastic_rounding and "bfloat16" not in (updated, self.moments):
+        if self.stochastic_rounding and updated != "bfloat16":
             yield Fault(
-                ("precision.stochastic_rounding", "precision.params", "precision.master", "precision.moments"),
-                f"precision.stochastic_rounding = true: the optimizer updates {updated} and nothing of it is stored in "
-                "bfloat16; set precision.moments: bfloat16, or params: bfloat16 with master: null, or drop it",
+                ("precision.stochastic_rounding", "precision.params", "precision.master"),
+                f"precision.stochastic_rounding = true: the weights that the optimizer updates are {updated}, which "
+                "needs none; set precision.params: bfloat16 with master: null, or drop it",
             )
 
 

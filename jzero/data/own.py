@@ -60,7 +60,8 @@ class OwnData:
         batching = Batching(
             batch_size, process_index, process_count, config.data.num_workers, config.data.prefetch_batches
         )
-        return _Own(self, size, config.data.sequence_length, batching)
+        marked = config.data.document_attention
+        return _Own(self, size, config.data.sequence_length, marked, batching)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class _Own:
     given: OwnData
     vocab_size: int
     sequence_length: int
+    document_attention: bool
     batching: Batching
     description: str = "data of the caller's"
     unigram_loss: None = None
@@ -118,6 +120,14 @@ class _Own:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()
             raise DataError(f"{name} holds token id {wrong}: the vocabulary has {self.vocab_size:,} ids, from 0 on")
+        for key in ("weights", "segments", "positions"):
+            if key in batch and np.shape(batch[key]) != (rows, width - 1):
+                raise DataError(f"{name} holds {key} {list(np.shape(batch[key]))}: want [{rows}, {width - 1}]")
+        if self.document_attention and not {"segments", "positions"} <= batch.keys():
+            raise DataError(
+                f"{name} has no segments and positions, int32 [{rows}, {width - 1}], which data.document_attention = "
+                "true asks for; add them, or set it to false"
+            )
         return batch
 
 
