@@ -24,7 +24,7 @@ WIDTH, RANK, NUM_EPOCHS, BATCH_SIZE, NUM_TRAIN, NUM_HELD_BACK = 512, 8, 12, 64, 
 
 
 class Classifier(nnx.Module):
-    """Images [B, 64] -> logits [B, 10]. rank > 0 puts nnx.LoRA adapters around the layers."""
+    """Images [B, 64] -> logits [B, 10]. rank > 0 puts nnx.LoRA adapters beside the layers."""
 
     def __init__(self, rank: int, rngs: nnx.Rngs):
         layers: list[Any] = [nnx.Linear(m, n, rngs=rngs) for m, n in ((64, WIDTH), (WIDTH, WIDTH), (WIDTH, 10))]

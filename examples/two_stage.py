@@ -12,11 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from jzero.config import make_config
-from jzero.runtime import start
-from jzero.trainer import run_training
+import jzero
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED: dict[str, Any] = {
@@ -42,9 +38,7 @@ def train(run_dir: Path, settings: dict[str, Any], start_from: Path | None = Non
     """Runs the trainer; returns the loss of the first batch and the validation loss at the end."""
     sections = {**SHARED, **settings, "train": {**settings["train"], "run_dir": str(run_dir)}}
     sections["checkpoint"] = {"start_from": start_from and str(start_from)}
-    config = make_config(sections)
-    start(config.runtime)
-    if run_training(config, Console()):
+    if jzero.run_training(sections):
         raise SystemExit("stopped by a signal")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return rows[0]["loss"], rows[-1]["eval_loss"]

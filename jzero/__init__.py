@@ -1,4 +1,4 @@
-"""ZeRO for JAX: sharded training of unchanged Flax models.
+"""ZeRO for JAX: sharded training of unchanged Flax models and plain functions.
 
 Public names are resolved on first use, so that `import jzero` starts no backend and imports no JAX.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jzero.config import Config as Config
     from jzero.config import load_config as load_config
+    from jzero.data import OwnData as OwnData
     from jzero.engine import Engine as Engine
     from jzero.engine import initialize as initialize
     from jzero.errors import JzeroError as JzeroError
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     from jzero.model_linen import Linen as Linen
     from jzero.plan import Plan as Plan
     from jzero.plan import make_plan as make_plan
+    from jzero.trainer import run_training as run_training
     from jzero.usepoint import gather as gather
 
 _HOMES = {
     "Config": "config",
     "load_config": "config",
+    "OwnData": "data",
     "Engine": "engine",
     "initialize": "engine",
     "JzeroError": "errors",
@@ -34,6 +37,7 @@ _HOMES = {
     "Linen": "model_linen",
     "Plan": "plan",
     "make_plan": "plan",
+    "run_training": "trainer",
     "gather": "usepoint",
 }
 
@@ -43,6 +47,7 @@ __all__ = [
     "Function",
     "JzeroError",
     "Linen",
+    "OwnData",
     "Plan",
     "UserError",
     "WeightedLoss",
@@ -52,6 +57,7 @@ __all__ = [
     "initialize",
     "load_config",
     "make_plan",
+    "run_training",
 ]
 __version__ = "0.1.0"
 

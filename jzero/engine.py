@@ -36,10 +36,10 @@ def initialize(
 ) -> "Engine":
     """An engine with a freshly initialised, sharded state.
 
-    model: a function of nnx.Rngs that builds a Flax NNX module (preferred: nothing is ever built whole), or a built
-    module, whose values are the start. loss(model, batch) returns a scalar (a mean over the batch's rows), a
-    WeightedLoss, or either with a dict of extra metrics. optimizer: any optax transformation; None makes
-    config.optimizer. config: a mapping, a path, a Config, or None for the defaults. devices: None for all of them.
+    model: a function of nnx.Rngs that builds a Flax NNX module (preferred: nothing is ever built whole), a built one,
+    whose values are the start, a jzero.Linen or a jzero.Function. loss(model, batch) returns a scalar (a mean over the
+    batch's rows), a WeightedLoss, or either with a dict of extra metrics. optimizer: any optax transformation; None
+    makes config.optimizer. config: a mapping, a path, a Config, or None for the defaults. devices: None for all.
 
     Raises a UserError naming the field and the fix for anything that cannot work, before anything is compiled.
     """
@@ -208,9 +208,7 @@ class Engine:
 
     def _assert_average(self, averaged: bool) -> None:
         if averaged and not self.has_average:
-            raise ConfigError(
-                "train.ema_decay = null: keeps no averaged weights; set it, to 0.999 say, or be schedule-free"
-            )
+            raise ConfigError("train.ema_decay = null: keeps no averaged weights; set it, to 0.999 say")
 
     def _settled(self, result: Any) -> Any:
         """A program's result, on CPUs only once it is there. A loop that reads no results piles up programs, and with

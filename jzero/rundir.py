@@ -32,6 +32,7 @@ NOT_IDENTITY = {
     # What one changes to save a run that went wrong.
     "optimizer.learning_rate",
     "optimizer.final_learning_rate",
+    "optimizer.decay_steps",  # to keep the schedule's end where num_steps moved
     "optimizer.clip_norm",
 }
 IDENTITY_FIELDS = (

@@ -5,7 +5,7 @@ command: the parameters, the data and the rows in metrics.jsonl go on as if noth
 """
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from jzero.checkpoint import Checkpointer
-from jzero.config import Config, plan_batch
+from jzero.config import Config, make_config, plan_batch
 from jzero.data import Feed, OwnData, make_data
 from jzero.display import say, summary_table
 from jzero.engine import Engine, initialize
@@ -33,22 +33,26 @@ from jzero.metrics.writer import MetricWriter
 from jzero.models import build_model
 from jzero.report import human_bytes
 from jzero.rundir import RunDirectory, assert_usable, find_start, locked, open_run_directory, write_config
+from jzero.runtime import start
 from jzero.sample import sample
 from jzero.signals import StopSignal, stop_signals
 from jzero.sinks import open_sinks
 
 
 def run_training(
-    config: Config, console: Console | None = None, sinks: Sequence[Sink] = (), *, data: OwnData | None = None
+    config: Mapping[str, Any] | str | Path | Config,
+    console: Console | None = None,
+    sinks: Sequence[Sink] = (),
+    *,
+    data: OwnData | None = None,
 ) -> int:
     """Trains up to `train.num_steps`, going on from the run directory's newest checkpoint if there is one.
 
-    `data` takes the place of what the config's data section names, windows and batches aside.
+    config: as `initialize` takes it. sinks: take the rows too, beside those of `log`; closed at the end, however it
+    comes. data: takes the place of what the config's data section names, windows and batches aside.
 
-    Start the runtime first (`jzero.runtime.start`). Returns the exit code: 0 when the run is complete, now or
-    already; 128 plus its number after SIGINT or SIGTERM, with everything saved.
-
-    sinks: take the rows too, beside those of `log`; closed when this returns or raises.
+    Returns the exit code: 0 when the run is complete, now or already; 128 plus its number after SIGINT or SIGTERM, with
+    everything saved.
 
     Raises UserError, before anything compiles, for what cannot work or is under way in another process, and
     NonFiniteError when `train.max_skipped_steps` steps in a row had no finite loss and gradient.
@@ -57,6 +61,8 @@ def run_training(
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)
+        config = make_config(config)
+        start(config.runtime)
         directory = open_run_directory(config.train.run_dir)
         stack.enter_context(locked(directory))
         return _run(config, console, directory, sinks, data)

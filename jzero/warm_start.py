@@ -49,7 +49,8 @@ def choose(
 ) -> Choice:
     """The widest copy of every weight that a checkpoint has, and its model state, by the paths of this plan.
 
-    averaged: the moving average where there is one. skip: path patterns, of paths here or there, to leave out.
+    averaged: the moving average; CheckpointError where there is none. skip: path patterns, of paths here or there, to
+    leave out.
 
     Raises CheckpointError, listing all of them, for weights that are missing, of another shape, or only there, and
     ConfigError for a pattern that matches none.

@@ -407,6 +407,7 @@ def test_what_makes_another_run(tmp_path, section):
         {"train": {"num_steps": 9, "global_batch_size": 16, "accumulation_steps": 2, "eval_every": 1}},
         {"checkpoint": {"save_every": 1, "resume": "must"}},
         {"runtime": {"fake_devices": 4}},
+        {"train": {"num_steps": 9}, "optimizer": {"decay_steps": 6}},  # as a run with more steps is advised to
         {"log": {"every": 1}},
         {"model": {"remat": "none"}},
         {"data": {"num_workers": 1, "prefetch_batches": 7, "cache_dir": "elsewhere"}},

@@ -23,7 +23,7 @@ class TrainConfig(Section):
     global_batch_size: Size | None = 32
     micro_batch_size: Size | None = None  # rows a device and micro-batch; null: from the other two
     accumulation_steps: Size | None = None  # micro-batches an update; null: from the other two
-    seed: Annotated[Count, Field(lt=2**32)] = 0  # of weights, data order and dropout
+    seed: Annotated[Count, Field(lt=2**32)] = 0  # of weights, data order, dropout and stochastic rounding
     frozen: tuple[Text, ...] = ()  # parameters that are not trained; path patterns, such as [embed_tokens/*]
     ema_decay: Decay | None = None  # of the moving average of the weights; null: none is kept
     run_dir: Text = "runs/default"  # where config, metrics and checkpoints go
@@ -60,7 +60,7 @@ class CheckpointConfig(Section):
     keep_best: Count = 1  # checkpoints kept for the lowest evaluation loss; 0: none
     resume: Literal["auto", "never", "must"] = "auto"  # go on from the newest checkpoint in run_dir
     asynchronous: Flag = True  # write while training goes on
-    start_from: Text | None = None  # a run directory, whose newest weights a new run starts from; null: from the seed
+    start_from: Text | None = None  # a run directory, whose newest weights a new run starts from; null: a seed's
     start_averaged: Flag = False  # start_from: take its moving average (train.ema_decay)
     start_skip: tuple[Text, ...] = ()  # start_from: path patterns of weights not to take
 

@@ -33,7 +33,7 @@ class ZeroConfig(Section):
 
     # What is sharded: 0 nothing; 1 optimizer state; 2 gradients too; 3 parameters too.
     stage: Annotated[Literal[0, 1, 2, 3], Whole] = 3
-    group: Group = "all"  # shard over replica and data, or over data only with copies a replica
+    group: Group = "all"  # all: over replica and data; node: over data only, with a copy in each replica
     optimizer_group: Group | None = None  # the same for the optimizer state; null: group
     min_shard_elements: Count = 4096  # smaller arrays stay whole, elements
     collectives: Literal["xla"] = "xla"  # who places the collectives
