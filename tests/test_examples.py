@@ -94,9 +94,9 @@ def test_adapters_learn_what_the_frozen_base_does_not_know(tmp_path):
 def test_finetuning_starts_where_pretraining_ended(tmp_path):
     printed = "\n".join(run_example("two_stage.py", tmp_path))
     told = " ".join((REPOSITORY / "examples" / "two_stage.py").read_text().split())
-    first = re.search(r"first batch is about ([\d.]+) and ([\d.]+) nats", told)
-    last = re.search(r"in the end about ([\d.]+) and ([\d.]+)", told)
-    reached = re.findall(r"first loss ([\d.]+), validation loss ([\d.]+) in the end", printed)
+    first = re.search(r"first batch is about (\d+\.\d+) and (\d+\.\d+) nats", told)
+    last = re.search(r"in the end about (\d+\.\d+) and (\d+\.\d+)", told)
+    reached = re.findall(r"first loss (\d+\.\d+), validation loss (\d+\.\d+) in the end", printed)
     for (start, end), *promised in zip(reached, first.groups(), last.groups(), strict=True):
         # The text is jzero's own code, which changes.
         assert [float(start), float(end)] == pytest.approx(list(map(float, promised)), abs=0.6)
