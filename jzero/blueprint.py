@@ -71,9 +71,9 @@ def prepare(
         frozen=config.train.frozen,
         ema=config.train.ema_decay is not None,
     )
-    norm_groups(config.log.grad_norms, plan.gradients)  # what cannot work is refused here
     _assert_storable(config, plan)
-    return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan)
+    groups = norm_groups(config.log.grad_norms, plan.gradients)
+    return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan, groups)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Blueprint:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule | None
     plan: Plan
+    norm_groups: Mapping[str, Sequence[str]]
 
     @cached_property
     def points(self) -> dict[str, UsePoint]:
@@ -118,7 +119,7 @@ class Blueprint:
             ema_decay=self.config.train.ema_decay,
             seed=self.config.train.seed,
             stochastic_rounding=self.config.precision.stochastic_rounding,
-            norm_groups=norm_groups(self.config.log.grad_norms, self.plan.gradients),
+            norm_groups=self.norm_groups,
             histogram=self.config.log.grad_histogram,
         )
 
@@ -127,18 +128,18 @@ class Blueprint:
         params_of = partial(self.params_of, averaged=averaged)
         return make_eval_step(self.model, self.loss, self.points, self.mesh, num_micro_batches, params_of)
 
-    def averaged(self, state: TrainState) -> dict[str, Any] | None:
+    def average(self, state: TrainState) -> dict[str, Any]:
         """The averaged weights, in stored shapes: their moving average, or what a schedule-free optimizer means to be
-        used; None where there are none."""
-        return state.ema or averaged_weights(state.opt_state, weights_of(state, self.plan))
+        used; empty where there are none."""
+        return state.ema or averaged_weights(state.opt_state, weights_of(state, self.plan)) or {}
 
     @cached_property
     def has_average(self) -> bool:
-        return bool(jax.eval_shape(self.averaged, self.abstract_state()))
+        return bool(jax.eval_shape(self.average, self.abstract_state()))
 
     def params_of(self, state: TrainState, averaged: bool) -> dict[str, Any]:
         """The parameters that a model reads, as they lie at rest. averaged: those trained from their average."""
-        average = (self.averaged(state) if averaged else None) or {}
+        average = self.average(state) if averaged else {}
         at_rest = {path: NamedSharding(self.mesh, self.plan.params[path].spec) for path in average}
         narrow = {path: x.astype(self.plan.params[path].dtype) for path, x in average.items()}
         return state.params | jax.lax.with_sharding_constraint(narrow, at_rest)

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,26 +153,18 @@ class Checkpointer:
             self.wait()
 
     def restore(self, targets: Mapping[str, ArrayTarget], step: int | None = None) -> Restored:
-        """Reads all of `step`, or of the newest intact one, into the targets' layout, like `read`.
+        """Reads all of `step`, or of the newest intact one, into the targets' layout (see `find` and `read`).
 
         Raises CheckpointError, listing all differences, if names, true shapes or dtypes are not the targets'.
         """
+        manifest = self.find(step)
+        _assert_fits(self.words_for(manifest), manifest.arrays, targets)
+        arrays = self.read(manifest, targets)
+        self._held = {manifest.step}
+        return Restored(manifest.step, arrays, manifest.record)
 
-        def all_of_it(where: str, entries: Mapping[str, ArrayEntry]) -> Mapping[str, ArrayTarget]:
-            _assert_fits(where, entries, targets)
-            return targets
-
-        restored = self.read(all_of_it, step)
-        self._held = {restored.step}
-        return restored
-
-    def read(
-        self,
-        choose: Callable[[str, Mapping[str, ArrayEntry]], Mapping[str, ArrayTarget]],
-        step: int | None = None,
-    ) -> Restored:
-        """Reads arrays of `step`, or of the newest intact one, into the layout asked for; each device reads only its
-        part. choose: given words for the step and what it holds, the targets, which must fit.
+    def find(self, step: int | None = None) -> Manifest:
+        """What `step`, or the newest intact one, holds.
 
         Without `step`, newer steps that are incomplete or damaged are passed over, each with a logged warning. Raises
         CheckpointError if there is no such step or `step` is broken. Writes nothing: the directory may be read-only.
@@ -183,16 +175,12 @@ class Checkpointer:
             try:
                 manifest = read_manifest(self.directory, candidate)
                 assert_intact(self.directory, manifest)
+                return manifest
             except BrokenStepError as broken:
                 self._damaged.add(candidate)
                 if step is not None:
                     raise self._broken(broken) from broken
                 logger.warning("%s; passed over", broken)
-                continue
-            targets = choose(f"step {candidate} of {self.directory}", manifest.arrays)
-            for name, target in targets.items():
-                _assert_within(name, target.shape, target.stored_shape)
-            return Restored(candidate, self._read(manifest, targets), manifest.record)
         inside = self.directory / "checkpoints"
         hint = f"; a trainer's are in {inside}" if inside.is_dir() else ""
         raise CheckpointError(f"{self.directory} has no complete checkpoint to restore{hint}")
@@ -246,7 +234,14 @@ class Checkpointer:
             for step in losses.keys() - retained(losses, self._keep_last, self._keep_best):
                 delete(self.directory / str(step))
 
-    def _read(self, manifest: Manifest, targets: Mapping[str, ArrayTarget]) -> dict[str, jax.Array]:
+    def words_for(self, manifest: Manifest) -> str:
+        return f"step {manifest.step} of {self.directory}"
+
+    def read(self, manifest: Manifest, targets: Mapping[str, ArrayTarget]) -> dict[str, jax.Array]:
+        """Some or all of a step's arrays by name, in the layout asked for; each device reads only its part. The targets
+        must have the step's names, true shapes and dtypes."""
+        for name, target in targets.items():
+            _assert_within(name, target.shape, target.stored_shape)
         plain = {name: _plain_target(target) for name, target in targets.items()}
         empty = {name for name, target in targets.items() if 0 in target.shape}
         # strict=False: each device's part is cut, or filled up with zeros, to the stored shape asked for.
@@ -261,7 +256,7 @@ class Checkpointer:
                 args=ocp.args.PyTreeRestore(dict.fromkeys(requests, 0), requests, partial_restore=True),
             )
         except Exception as error:
-            raise CheckpointError(f"step {manifest.step} of {self.directory} could not be read: {error}") from error
+            raise CheckpointError(f"{self.words_for(manifest)} could not be read: {error}") from error
         for name in empty:
             arrays[name] = jnp.zeros(plain[name].stored_shape, plain[name].dtype, device=plain[name].sharding)
         padded = {name: arrays.pop(name) for name, target in plain.items() if target.stored_shape != target.shape}
@@ -315,30 +310,38 @@ def _as_json(record: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"the record of a checkpoint must be JSON: {error}") from error
 
 
-def _assert_fits(where: str, entries: Mapping[str, ArrayEntry], targets: Mapping[str, ArrayTarget]) -> None:
-    both = [name for name in targets if name in entries]
-    kinds = {
-        "missing in the checkpoint": [name for name in targets if name not in entries],
-        "only in the checkpoint": [name for name in entries if name not in targets],
+def differences(there: Mapping[str, ArrayEntry], here: Mapping[str, ArrayTarget]) -> dict[str, list[str]]:
+    """What a checkpoint lacks, has too much, and has in another shape than wanted here, by kind."""
+    return {
+        "missing in the checkpoint": [name for name in here if name not in there],
+        "only in the checkpoint": [name for name in there if name not in here],
         "of another shape": [
-            f"{name}: {entries[name].shape} in the checkpoint, {targets[name].shape} here"
-            for name in both
-            if entries[name].shape != targets[name].shape
-        ],
-        "of another dtype": [
-            f"{name}: {entries[name].dtype} in the checkpoint, {_dtype_name(targets[name].dtype)} here"
-            for name in both
-            if entries[name].dtype != _dtype_name(targets[name].dtype)
+            f"{name}: {there[name].shape} in the checkpoint, {here[name].shape} here"
+            for name in here
+            if name in there and there[name].shape != here[name].shape
         ],
     }
-    faults = [f"{len(found)} {kind}:\n    " + listing(found, "\n    ") for kind, found in kinds.items() if found]
-    if faults:
-        raise CheckpointError(
-            f"{where} does not fit:\n  "
-            + "\n  ".join(faults)
-            + "\nUse the model, optimizer and precision it was saved with, or start anew in another directory; from "
-            "its weights, if you like: engine.load_weights, checkpoint.start_from."
-        )
+
+
+def assert_none(where: str, faults: Mapping[str, list[str]], remedy: str) -> None:
+    """Raise CheckpointError, listing all of them by kind, if there are faults."""
+    told = [f"{len(found)} {kind}:\n    " + listing(found, "\n    ") for kind, found in faults.items() if found]
+    if told:
+        raise CheckpointError(f"{where} does not fit:\n  " + "\n  ".join(told) + f"\n{remedy}")
+
+
+def _assert_fits(where: str, entries: Mapping[str, ArrayEntry], targets: Mapping[str, ArrayTarget]) -> None:
+    dtypes = [
+        f"{name}: {entries[name].dtype} in the checkpoint, {_dtype_name(target.dtype)} here"
+        for name, target in targets.items()
+        if name in entries and entries[name].dtype != _dtype_name(target.dtype)
+    ]
+    assert_none(
+        where,
+        differences(entries, targets) | {"of another dtype": dtypes},
+        "Use the model, optimizer and precision it was saved with, or start anew in another directory; from its "
+        "weights, if you like: engine.load_weights, checkpoint.start_from.",
+    )
 
 
 def _zero_beyond(arrays: dict[str, jax.Array], targets: Mapping[str, ArrayTarget]) -> dict[str, jax.Array]:

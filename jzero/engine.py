@@ -19,12 +19,11 @@ from jzero.config import Config
 from jzero.errors import ConfigError, DataError, UserError
 from jzero.grads import Loss, bind_params
 from jzero.loss_scale import init_loss_scale
-from jzero.manifest import ArrayEntry
 from jzero.mesh import Device
 from jzero.report import plan_report
 from jzero.state import TrainState, assert_placement, from_named, init_state, init_values, named, plan_tree, shardings
 from jzero.step import Metrics
-from jzero.warm_start import MODEL_STATE, Choice, WarmStart, choose, conversions, convert
+from jzero.warm_start import MODEL_STATE, WarmStart, take_weights
 
 
 def initialize(
@@ -120,7 +119,7 @@ class Engine:
         true shapes, on the host."""
         self._assert_average(averaged)
         state = self._live_state
-        weights = state.params | state.master | ((self._blueprint.averaged(state) if averaged else None) or {})
+        weights = state.params | state.master | (self._blueprint.average(state) if averaged else {})
         return {path: leaf.cut(np.asarray(weights[path])) for path, leaf in self.plan.params.items()}
 
     def model(self, *, averaged: bool = False) -> Any:
@@ -186,20 +185,13 @@ class Engine:
         averaged: take its moving average. skip: path patterns of what shall stay as it is here, and of what is to be
         left there. Raises CheckpointError, listing what does not fit otherwise.
         """
-        choices: list[Choice] = []
-
-        def choose_here(where: str, entries: Mapping[str, ArrayEntry]) -> Mapping[str, ArrayTarget]:
-            choices.append(choose(where, entries, self.plan, self.mesh, averaged=averaged, skip=skip))
-            return choices[-1].targets
-
         with self._checkpointer(directory) as checkpointer:
-            restored = checkpointer.read(choose_here, step)
-        state, choice = self._live_state, choices[-1]
-        read = convert(choice, restored.arrays, self.plan, self.mesh)
+            taken, read = take_weights(checkpointer, step, self.plan, self.mesh, averaged=averaged, skip=skip)
+        state = self._live_state
         values = {path: read.get(path, state.master.get(path, x)) for path, x in state.params.items()}
         model_state = {path: read.get(f"{MODEL_STATE}{path}", x) for path, x in state.model_state.items()}
         self._start(values, model_state)
-        return WarmStart(restored.step, choice.kept, conversions(choice, self.plan, self.mesh))
+        return taken
 
     def _start(self, values: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
         optimizer, loss_scale = self._blueprint.optimizer, init_loss_scale(self.config.loss_scale)

@@ -12,6 +12,11 @@ def widened(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if narrow else dtype
 
 
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in that dtype; what has it already, typed random keys included, as it is."""
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
 def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     """float32 `x` as bfloat16: up or down, each with the probability that makes the mean right.
 

@@ -13,7 +13,7 @@ from jzero.errors import PlanError
 from jzero.leaf import LeafPlan, map_leaves
 from jzero.model_api import Model
 from jzero.plan import Plan
-from jzero.rounding import widened
+from jzero.rounding import cast, widened
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +132,7 @@ def weight_shardings(plan: Plan, mesh: Mesh) -> dict[str, NamedSharding]:
 
 def _store(plans: Any, tree: Any) -> Any:
     """Arrays in true shapes as they are kept: padded, in the planned dtype."""
-    return map_leaves(lambda leaf, x: leaf.pad(x if x.dtype == leaf.dtype else x.astype(leaf.dtype)), plans, tree)
+    return map_leaves(lambda leaf, x: leaf.pad(cast(x, leaf.dtype)), plans, tree)
 
 
 def assert_placement(state: TrainState, plan: Plan, mesh: Mesh) -> None:

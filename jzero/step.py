@@ -14,7 +14,7 @@ from jzero.gradstats import gradient_stats
 from jzero.leaf import LeafPlan, map_leaves
 from jzero.loss_scale import update_loss_scale
 from jzero.plan import Plan
-from jzero.rounding import round_stochastically, widened
+from jzero.rounding import cast, round_stochastically, widened
 from jzero.state import TrainState, shardings, weights_of
 
 Metrics = dict[str, jax.Array]
@@ -127,8 +127,8 @@ def _make_update(
     own = _own_dtypes(optimizer, plan)
 
     def update(gradients: Any, opt_state: Any, weights: Any, step: Any) -> tuple[Any, Any]:
-        weights = {path: _cast(x, widened(x.dtype)) for path, x in weights.items()}
-        opt_state = map_leaves(lambda leaf, x, dtype: _cast(x, dtype), plan.optimizer, opt_state, own)
+        weights = {path: cast(x, widened(x.dtype)) for path, x in weights.items()}
+        opt_state = map_leaves(lambda leaf, x, dtype: cast(x, dtype), plan.optimizer, opt_state, own)
         if not elementwise:
             gradients, weights = (
                 {p: leaf.cut(tree[p]) for p, leaf in plan.weights.items()} for tree in (gradients, weights)
@@ -156,10 +156,6 @@ def _own_dtypes(optimizer: optax.GradientTransformation, plan: Plan) -> Any:
         return jax.tree.map(lambda x: x.dtype, jax.eval_shape(optimizer.init, wide))
 
 
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else x.astype(dtype)
-
-
 def _round(plans: Any, tree: Any, key: Any) -> Any:
     """Arrays in stored shapes in the planned dtypes."""
     numbers = iter(range(len(jax.tree.leaves(tree))))
@@ -167,7 +163,7 @@ def _round(plans: Any, tree: Any, key: Any) -> Any:
     def store(leaf: LeafPlan, x: jax.Array) -> jax.Array:
         number = next(numbers)
         if key is None or leaf.dtype != jnp.bfloat16 or x.dtype != jnp.float32:
-            return _cast(x, leaf.dtype)
+            return cast(x, leaf.dtype)
         # Drawn in the true shape: the padding, and with it the device count, has no say.
         bits = jax.random.bits(jax.random.fold_in(key, number), leaf.shape, jnp.uint16)
         return round_stochastically(x, leaf.pad(bits))

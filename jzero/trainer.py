@@ -102,10 +102,15 @@ def _make_feed(config: Config, own: OwnData | None, batch_size: int) -> Feed:
 
 def assert_counted(data: Feed, num_batches: int) -> None:
     """Raise DataError where an evaluation would count no target: before the first step, not after the last."""
-    batches = list(data.validation_batches(num_batches))
-    if batches and not any(np.any(batch.get("weights", True)) for batch in batches):
+    uncounted = 0
+    with closing(data.validation_batches(num_batches)) as batches:
+        for batch in batches:
+            if np.any(batch.get("weights", True)):
+                return
+            uncounted += 1
+    if uncounted:
         raise DataError(
-            f"the loss counts no target of {len(batches)} validation batches: raise train.eval_batches or "
+            f"the loss counts no target of {uncounted} validation batches: raise train.eval_batches or "
             "data.validation_fraction, or put longer answers there"
         )
 

@@ -1,19 +1,18 @@
 """A new run from the weights of another: which arrays of its checkpoint, and what becomes of the others."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jzero.checkpoint import ArrayTarget
+from jzero.checkpoint import ArrayTarget, Checkpointer, assert_none, differences
 from jzero.errors import CheckpointError
-from jzero.leaf import LeafPlan
-from jzero.manifest import ArrayEntry, listing
+from jzero.manifest import ArrayEntry
 from jzero.paths import matching
 from jzero.plan import Plan
+from jzero.rounding import cast
 from jzero.state import weight_shardings
 
 MODEL_STATE = "model_state/"
@@ -28,26 +27,11 @@ class WarmStart:
     converted: dict[str, tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What to read for a plan. sources: the checkpoint's name for each path here (weights, and model state under
-    model_state/). kept: paths not read."""
-
-    sources: dict[str, str]
-    targets: dict[str, ArrayTarget]
-    kept: list[str]
-
-
-def choose(
-    where: str,
-    entries: Mapping[str, ArrayEntry],
-    plan: Plan,
-    mesh: Mesh,
-    *,
-    averaged: bool,
-    skip: Sequence[str],
-) -> Choice:
-    """The widest copy of every weight that a checkpoint has, and its model state, by the paths of this plan.
+def take_weights(
+    checkpointer: Checkpointer, step: int | None, plan: Plan, mesh: Mesh, *, averaged: bool, skip: Sequence[str]
+) -> tuple[WarmStart, dict[str, jax.Array]]:
+    """The widest copy of every weight in a step (None: the newest intact one), and its model state, as a run of this
+    plan starts from them: by path, those of model state under model_state/.
 
     averaged: the moving average; CheckpointError where there is none. skip: path patterns, of paths here or there, to
     leave out.
@@ -55,70 +39,56 @@ def choose(
     Raises CheckpointError, listing all of them, for weights that are missing, of another shape, or only there, and
     ConfigError for a pattern that matches none.
     """
-    here = _wanted(plan, mesh)
-    there = {name.removeprefix("params/"): name for name in entries if name.startswith("params/")}
-    there |= {name: name for name in entries if name.startswith(MODEL_STATE) and entries[name].key_impl is None}
-    if averaged and not any(name.startswith("ema/") for name in entries):
+    manifest, wanted = checkpointer.find(step), _wanted(plan, mesh)
+    where, sources = checkpointer.words_for(manifest), _sources(manifest.arrays, averaged)
+    if averaged and not any(name.startswith("ema/") for name in sources.values()):
         raise CheckpointError(
             f"{where} holds no moving average (train.ema_decay); take the weights in training instead, which are all "
             "that can be taken of a schedule-free run too."
         )
-    for path in list(there):
-        better = [f"master/{path}", *([f"ema/{path}"] if averaged else [])]
-        there[path] = next((name for name in reversed(better) if name in entries), there[path])
-    skipped = matching("skip", skip, {**here, **there})
-    faults = {
-        "missing in the checkpoint": [path for path in here if path not in there],
-        "only in the checkpoint": [path for path in there if path not in here],
-        "of another shape": [
-            f"{path}: {entries[there[path]].shape} in the checkpoint, {here[path][0].shape} here"
-            for path in here
-            if path in there and entries[there[path]].shape != here[path][0].shape
-        ],
-    }
-    faults = {kind: [f for f in found if f.partition(":")[0] not in skipped] for kind, found in faults.items()}
-    if any(faults.values()):
-        told = [f"{len(found)} {kind}:\n    " + listing(found, "\n    ") for kind, found in faults.items() if found]
-        raise CheckpointError(
-            f"{where} does not fit:\n  " + "\n  ".join(told) + "\nName what is meant to differ in `skip`, by patterns."
-        )
-    sources = {path: there[path] for path in here if path not in skipped}
-    if not sources:
+    skipped = matching("skip", skip, {**wanted, **sources})
+    here = {path: target for path, target in wanted.items() if path not in skipped}
+    there = {path: manifest.arrays[name] for path, name in sources.items() if path not in skipped}
+    assert_none(where, differences(there, here), "Name what is meant to differ in `skip`, by patterns.")
+    if not here:
         raise CheckpointError(f"{where}: skip = {list(skip)} leaves nothing to take.")
-    targets = {
-        name: ArrayTarget(
-            here[path][0].shape, here[path][0].stored_shape, jnp.dtype(entries[name].dtype), here[path][1]
-        )
-        for path, name in sources.items()
+    stored = {sources[path]: replace(x, dtype=jnp.dtype(there[path].dtype)) for path, x in here.items()}
+    read = checkpointer.read(manifest, stored)
+    converted = {
+        path: (there[path].dtype, x.dtype.name) for path, x in here.items() if there[path].dtype != x.dtype.name
     }
-    return Choice(sources, targets, [path for path in here if path in skipped])
+    taken = WarmStart(manifest.step, [path for path in wanted if path in skipped], converted)
+    return taken, _converted({path: read[sources[path]] for path in here}, {path: here[path] for path in converted})
 
 
-def convert(choice: Choice, arrays: Mapping[str, jax.Array], plan: Plan, mesh: Mesh) -> dict[str, Any]:
-    """The arrays read, by path and in the dtypes of this plan."""
-    here = _wanted(plan, mesh)
-
-    def cast(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {path: value.astype(here[path][0].dtype) for path, value in values.items()}
-
-    values = {path: arrays[name] for path, name in choice.sources.items()}
-    odd = {path: value for path, value in values.items() if value.dtype != here[path][0].dtype}
-    return values | jax.jit(cast, out_shardings={path: here[path][1] for path in odd})(odd)
+def _sources(entries: Mapping[str, ArrayEntry], averaged: bool) -> dict[str, str]:
+    """The checkpoint's name of what to take for each path of weights and model state."""
+    trees = ["ema/", "master/", "params/"] if averaged else ["master/", "params/"]
+    paths = [name.removeprefix("params/") for name in entries if name.startswith("params/")]
+    weights = {path: next(tree + path for tree in trees if tree + path in entries) for path in paths}
+    state = [name for name, entry in entries.items() if name.startswith(MODEL_STATE) and entry.key_impl is None]
+    return weights | {name: name for name in state}
 
 
-def conversions(choice: Choice, plan: Plan, mesh: Mesh) -> dict[str, tuple[str, str]]:
-    """The dtypes of paths that change, from and to."""
-    here = _wanted(plan, mesh)
-    dtypes = {path: (choice.targets[name].dtype, here[path][0].dtype) for path, name in choice.sources.items()}
-    return {path: (before.name, after.name) for path, (before, after) in dtypes.items() if before != after}
-
-
-def _wanted(plan: Plan, mesh: Mesh) -> dict[str, tuple[LeafPlan, NamedSharding]]:
-    """What a run starts from, by path, and where it lies; random keys are its own."""
+def _wanted(plan: Plan, mesh: Mesh) -> dict[str, ArrayTarget]:
+    """What a run starts from, by path; random keys are its own."""
     places = weight_shardings(plan, mesh)
+    weights = {
+        path: ArrayTarget(leaf.shape, leaf.stored_shape, leaf.dtype, places[path])
+        for path, leaf in plan.initial.items()
+    }
     state = {
-        f"{MODEL_STATE}{path}": (leaf, NamedSharding(mesh, leaf.spec))
+        f"{MODEL_STATE}{path}": ArrayTarget(leaf.shape, leaf.stored_shape, leaf.dtype, NamedSharding(mesh, leaf.spec))
         for path, leaf in plan.model_state.items()
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     }
-    return {path: (leaf, places[path]) for path, leaf in plan.initial.items()} | state
+    return weights | state
+
+
+def _converted(arrays: dict[str, jax.Array], targets: Mapping[str, ArrayTarget]) -> dict[str, jax.Array]:
+    """The arrays, those that have a target in its dtype."""
+    convert = jax.jit(
+        lambda odd: {path: cast(x, targets[path].dtype) for path, x in odd.items()},
+        out_shardings={path: target.sharding for path, target in targets.items()},
+    )
+    return arrays | convert({path: arrays[path] for path in targets})

@@ -12,7 +12,7 @@ import grain
 import numpy as np
 
 from jzero.config import Config
-from jzero.data.pipeline import Batch, Batching, Feed, stack
+from jzero.data.pipeline import Batch, Batching, Feed, first_items, stack
 from jzero.data.tokenizer import Tokenizer
 from jzero.data.windows import Sample
 from jzero.errors import ConfigError, DataError
@@ -139,23 +139,14 @@ def _batches(
         return batching.batches(endless, start_sample=start_sample, num_batches=num_batches)
     if isinstance(given, grain.IterDataset):
         return _stacked(iter(given), batching, start_sample, num_batches)
-    return _closing(iter(given(start_sample)), num_batches)
+    return first_items(iter(given(start_sample)), num_batches)
 
 
 def _stacked(
     samples: Iterator[Sample], batching: Batching, start_sample: int, num_batches: int
 ) -> Generator[Batch, None, None]:
     size, first = batching.batch_size, batching.process_index * batching.own_rows
-    with closing(_closing(samples, start_sample + num_batches * size)) as samples:
+    with closing(first_items(samples, start_sample + num_batches * size)) as samples:
         rows = islice(samples, start_sample, None)
         while len(block := list(islice(rows, size))) == size:
             yield stack(block[first : first + batching.own_rows])
-
-
-def _closing(iterator: Iterator, limit: int) -> Generator:
-    """The first `limit` items; ends what the iterator has running, if it can be ended."""
-    try:
-        yield from islice(iterator, limit)
-    finally:
-        if close := getattr(iterator, "close", None):
-            close()

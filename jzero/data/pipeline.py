@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, TypeVar
 
 import absl.flags
 import grain
@@ -15,6 +16,7 @@ from jzero.data.tokenizer import Tokenizer
 from jzero.data.windows import MixingOrder, Sample, Windows
 
 Batch = dict[str, np.ndarray]
+Item = TypeVar("Item")
 
 
 class Feed(Protocol):
@@ -70,7 +72,7 @@ class Batching:
             num_threads=min(self.prefetch_batches, 1), prefetch_buffer_size=self.prefetch_batches
         )
         dataset = own.to_iter_dataset(threads)
-        return _closing(self._in_workers(dataset) if self.num_workers else dataset)
+        return first_items(iter(self._in_workers(dataset) if self.num_workers else dataset), num_batches)
 
     def _in_workers(self, dataset: grain.IterDataset[Batch]) -> grain.IterDataset[Batch]:
         # Grain 0.2.18 reads this flag before absl has parsed any, and fails (google/grain#1355).
@@ -86,12 +88,13 @@ class Batching:
         return grain.experimental.WithOptionsIterDataset(dataset, through_pipe).mp_prefetch(workers)
 
 
-def _closing(dataset: grain.IterDataset[Batch]) -> Generator[Batch, None, None]:
-    iterator = iter(dataset)
+def first_items(iterator: Iterator[Item], limit: int) -> Generator[Item, None, None]:
+    """The first `limit` items; closed, it ends what the iterator has running, if that can be ended."""
     try:
-        yield from iterator
+        yield from islice(iterator, limit)
     finally:
-        iterator.close()
+        if close := getattr(iterator, "close", None):
+            close()
 
 
 def stack(samples: Sequence[Sample]) -> Batch:
