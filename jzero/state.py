@@ -105,7 +105,7 @@ def init_state(
         wide = {path: leaf.cut(values[path]).astype(widened(leaf.dtype)) for path, leaf in plan.weights.items()}
         with jax.numpy_dtype_promotion("standard"):  # as optax relies on
             opt_state = optimizer.init(wide)
-        # A copy: jit hands back what it was given, and no buffer may be donated twice.
+        # A copy: no buffer may be donated twice, and jit may hand back what it was given.
         ema = {path: jnp.copy(values[path]).astype(leaf.dtype) for path, leaf in plan.ema.items()}
         return params, _store(plan.optimizer, opt_state), ema
 
