@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jzero.engine import initialize as initialize
     from jzero.errors import JzeroError as JzeroError
     from jzero.errors import UserError as UserError
+    from jzero.gathered import gather as gather
     from jzero.loss import WeightedLoss as WeightedLoss
     from jzero.loss import cross_entropy as cross_entropy
     from jzero.model_function import Function as Function
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from jzero.plan import Plan as Plan
     from jzero.plan import make_plan as make_plan
     from jzero.trainer import run_training as run_training
-    from jzero.usepoint import gather as gather
 
 _HOMES = {
     "Config": "config",
@@ -38,7 +38,7 @@ _HOMES = {
     "Plan": "plan",
     "make_plan": "plan",
     "run_training": "trainer",
-    "gather": "usepoint",
+    "gather": "gathered",
 }
 
 __all__ = [

@@ -16,10 +16,13 @@ from optax.contrib import ScheduleFreeState
 
 from jzero.adam8bit import Adam8bitState
 from jzero.adapt import adapt
+from jzero.collectives import Collectives, choose_collectives
 from jzero.config import Config, OptimizerConfig, PrecisionConfig, TrainConfig, make_config, plan_batch
 from jzero.elementwise import assert_drivable, is_elementwise
-from jzero.errors import ConfigError, ModelError
-from jzero.grads import Loss, make_grad_fn
+from jzero.errors import CollectivesError, ConfigError, ModelError
+from jzero.grads import GradFn, Loss
+from jzero.grads_explicit import explicit_points, make_explicit_grad_fn
+from jzero.grads_xla import make_xla_grad_fn, xla_points
 from jzero.gradstats import norm_groups
 from jzero.leaf import LeafPlan, map_leaves
 from jzero.mesh import BATCH_AXES, Device, make_mesh
@@ -31,7 +34,7 @@ from jzero.runtime import start
 from jzero.schedules import make_schedule
 from jzero.state import TrainState, plan_tree, shardings, weights_of
 from jzero.step import make_eval_step, make_train_step
-from jzero.usepoint import UsePoint, use_points
+from jzero.usepoint import UsePoint
 
 
 def prepare(
@@ -72,6 +75,7 @@ def prepare(
         ema=config.train.ema_decay is not None,
     )
     _assert_storable(config, plan)
+    choose_collectives(config, plan, accumulating=accumulating)  # refuses what cannot be
     groups = norm_groups(config.log.grad_norms, plan.gradients)
     return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan, groups)
 
@@ -91,7 +95,8 @@ class Blueprint:
 
     @cached_property
     def points(self) -> dict[str, UsePoint]:
-        return use_points(self.plan, self.mesh)
+        """Over global arrays: those of evaluation, whichever engine trains."""
+        return xla_points(self.plan, self.mesh)
 
     @cached_property
     def elementwise(self) -> bool:
@@ -104,11 +109,39 @@ class Blueprint:
     def batch_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
-    def train_step(self, num_micro_batches: int) -> Any:
-        """The jitted step over a batch of that many micro-batches: (state, batch) -> (state, metrics)."""
-        grad_fn = make_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches)
+    def collectives(self, num_micro_batches: int | None = None) -> Collectives:
+        """Which engine a step over that many micro-batches takes; None: over as many as the config says."""
+        accumulating = (
+            _accumulates(self.config.train, self.mesh) if num_micro_batches is None else num_micro_batches > 1
+        )
+        return choose_collectives(self.config, self.plan, accumulating=accumulating)
+
+    def grad_fn(self, engine: str, num_micro_batches: int) -> GradFn:
+        """The gradient function of an engine, to be called under jit."""
+        if engine == "xla":
+            return make_xla_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches)
+        points = explicit_points(self.plan)
+        return make_explicit_grad_fn(self.model, self.loss, self.plan, self.mesh, points, num_micro_batches)
+
+    def train_step(self, num_micro_batches: int, batch: Any) -> Any:
+        """The jitted step over a batch of (abstract) arrays in that many micro-batches: (state, batch) -> (state,
+        metrics)."""
+        engine = self.collectives(num_micro_batches).engine
+        step = self._train_step(engine, num_micro_batches)
+        if engine == "xla" or self.config.zero.collectives != "auto":
+            return step
+        try:
+            step.trace(self.abstract_state(), self._abstract_batch(batch))
+        except CollectivesError as refusal:
+            if self.plan.reduce:
+                raise
+            warnings.warn(f"zero.collectives = auto takes xla: {refusal}", stacklevel=2)
+            return self._train_step("xla", num_micro_batches)
+        return step
+
+    def _train_step(self, engine: str, num_micro_batches: int) -> Any:
         return make_train_step(
-            grad_fn,
+            self.grad_fn(engine, num_micro_batches),
             self.optimizer,
             self.plan,
             self.mesh,
@@ -154,8 +187,12 @@ class Blueprint:
 
     def lower_step(self, batch: Any) -> jax.stages.Lowered:
         """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
-        return self.train_step(self.micro_batches(batch)).lower(self.abstract_state(), shapes)
+        return self.train_step(self.micro_batches(batch), batch).lower(
+            self.abstract_state(), self._abstract_batch(batch)
+        )
+
+    def _abstract_batch(self, batch: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
 
     def micro_batches(self, batch: Any) -> int:
         """How many micro-batches a batch is cut into. Raises ConfigError for rows that do not divide, or are not those

@@ -69,8 +69,9 @@ class Engine:
         also loss_scale, of this step, and loss_scale_exhausted, bool: it overflowed at its minimum, so stop. As
         `config.log` asks, what `jzero.gradstats.gradient_stats` returns.
         """
-        train_step = self._train_step(self._blueprint.micro_batches(batch))
+        num_micro_batches = self._blueprint.micro_batches(batch)
         state, batch = self._live_state, self.place(batch)
+        train_step = self._train_step(num_micro_batches, batch)
         self._settled(state.step)
         self.state, metrics = train_step(state, batch)
         return metrics
@@ -220,9 +221,9 @@ class Engine:
             )
         return self.state
 
-    def _train_step(self, num_micro_batches: int) -> Any:
+    def _train_step(self, num_micro_batches: int, batch: Any) -> Any:
         if num_micro_batches not in self._train_steps:
-            self._train_steps[num_micro_batches] = self._blueprint.train_step(num_micro_batches)
+            self._train_steps[num_micro_batches] = self._blueprint.train_step(num_micro_batches, batch)
         return self._train_steps[num_micro_batches]
 
 

@@ -30,6 +30,10 @@ class ModelError(UserError):
     """A model, loss or optimizer that jzero cannot drive, by parameter name."""
 
 
+class CollectivesError(UserError):
+    """What the gradient engine that was asked for cannot do; names the one that can."""
+
+
 class DataError(UserError):
     """Input text that is missing, unreadable or too small; names file, line and byte where there is one."""
 

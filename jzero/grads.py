@@ -1,25 +1,34 @@
-"""The gradient engines: loss and gradient sums of one optimizer step over its micro-batches.
+"""What both gradient engines share: the loss as sums, its scaling, and the sum over micro-batches.
 
-`xla`, the one here, computes over global arrays: shardings of inputs and outputs and the constraints at the use points
-say where things live, XLA inserts the collectives. Accumulating under it reduces in every micro-batch.
+`grads_xla` computes over global arrays and XLA inserts the collectives; `grads_explicit` computes on each device's own
+rows and places them itself. One signature: see `GradFn`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.errors import ModelError
+from jzero.gathered import Gathered
 from jzero.loss import WeightedLoss
-from jzero.mesh import BATCH_AXES
 from jzero.model_api import Model
 from jzero.plan import Plan
-from jzero.usepoint import Gathered, UsePoint, forget_weights
+from jzero.usepoint import UsePoint
 
 Loss = Callable[[Any, Any], Any]
+
+# fn(params, model_state, batch, step, scale) -> (LossSums, gradients, unscale, new model state).
+#
+# batch: arrays of the global batch, leading dim split over the batch axes. Micro-batch j is rows j, j+k, j+2k, ...: the
+# split costs no communication, and which rows meet does not depend on the device count. step: int32, mixed with the
+# micro-batch's number into random streams. scale: float32, multiplies each micro-batch's mean loss before its backward
+# pass; None: nothing does. Gradients are of the loss total, once multiplied by `unscale` (float32 scalar), by the
+# trained parameters, in stored shapes. Summed over several micro-batches they have the dtypes of plan.accumulate and
+# are unscaled already.
+GradFn: TypeAlias = Callable[..., tuple["LossSums", dict[str, jax.Array], jax.Array, dict[str, Any]]]
 
 _OWN_METRICS = frozenset(
     ("loss", "weight", "grad_norm", "grad_histogram", "learning_rate", "skipped", "skipped_in_a_row")
@@ -44,9 +53,13 @@ class LossSums:
         }
 
 
-def bind_params(params: Mapping[str, jax.Array], points: Mapping[str, UsePoint]) -> dict[str, Gathered]:
-    """Stored parameters wrapped so that reading one is its use point."""
-    return {path: Gathered(stored, points[path]) for path, stored in params.items()}
+def bind_params(
+    params: Mapping[str, jax.Array], points: Mapping[str, UsePoint], carriers: Mapping[str, jax.Array] | None = None
+) -> dict[str, Gathered]:
+    """Stored parameters wrapped so that reading one is its use point, which sends its gradient to the carrier where
+    there is one."""
+    carriers = carriers or {}
+    return {path: Gathered(stored, points[path], carriers.get(path)) for path, stored in params.items()}
 
 
 def loss_sums(result: Any, batch: Any) -> LossSums:
@@ -70,101 +83,75 @@ def loss_sums(result: Any, batch: Any) -> LossSums:
 
 
 def make_loss_fn(model: Model, loss: Loss, points: Mapping[str, UsePoint], *, train: bool) -> Callable[..., Any]:
-    """fn(params, model_state, batch, fold) -> (loss total, (LossSums, new model state)) over stored parameters."""
+    """fn(params, carriers, model_state, batch, fold) -> (LossSums, new model state) over stored parameters."""
 
-    def loss_fn(params: Mapping[str, jax.Array], model_state: Mapping[str, Any], batch: Any, fold: Any) -> Any:
-        bound = model.bind(bind_params(params, points), model_state, fold, train=train)
+    def loss_fn(params: Any, carriers: Any, model_state: Mapping[str, Any], batch: Any, fold: Any) -> Any:
+        bound = model.bind(bind_params(params, points, carriers), model_state, fold, train=train)
         sums = loss_sums(loss(bound, batch), batch)
-        return sums.loss.total, (sums, {**model_state, **model.collect(bound)})
+        return sums, {**model_state, **model.collect(bound)}
 
     return loss_fn
 
 
-def make_grad_fn(
-    model: Model,
-    loss: Loss,
-    plan: Plan,
-    mesh: Mesh,
-    points: Mapping[str, UsePoint],
-    num_micro_batches: int,
-) -> Callable[..., tuple[LossSums, dict[str, jax.Array], jax.Array, dict[str, Any]]]:
-    """fn(params, model_state, batch, step, scale) -> (LossSums, gradients, unscale, new model state), engine `xla`.
+def scaled(loss_fn: Callable[..., Any], whole_weight: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """fn(params, carriers, model_state, batch, fold, scale) -> (what to differentiate, (LossSums, unscale, model
+    state)). whole_weight: from the weight that loss_fn sees to that of the whole micro-batch."""
 
-    batch: arrays of the global batch, leading dim split over the batch axes. Micro-batch j is rows j, j+k, j+2k, ...:
-    the split costs no communication, and which rows meet does not depend on the device count. step: int32, mixed with
-    the micro-batch's number into random streams. scale: float32, multiplies each micro-batch's mean loss before its
-    backward pass; None: nothing does. Gradients are of the loss total, once multiplied by `unscale` (float32 scalar),
-    by the trained parameters; they have stored shapes and the placement of plan.gradients. Summed over several
-    micro-batches they have the dtypes of plan.accumulate and are unscaled already.
-    """
-    gathers = any(leaf.zero_axes for leaf in plan.params.values())
-    loss_fn = make_loss_fn(model, loss, points, train=True)
-
-    def scaled(trained: Any, frozen: Any, model_state: Any, batch: Any, fold: Any, scale: Any) -> Any:
-        total, (sums, model_state) = loss_fn({**trained, **frozen}, model_state, batch, fold)
+    def scaled_fn(params: Any, carriers: Any, model_state: Any, batch: Any, fold: Any, scale: Any) -> Any:
+        sums, model_state = loss_fn(params, carriers, model_state, batch, fold)
         if scale is None:
-            return total, (sums, jnp.float32(1.0), model_state)
+            return sums.loss.total, (sums, jnp.float32(1.0), model_state)
         # Of the mean: a total over many tokens would need a scale far below 1.
-        factor = jax.lax.stop_gradient(scale / jnp.where(sums.loss.weight > 0, sums.loss.weight, 1.0))
-        return total * factor, (sums, 1.0 / factor, model_state)
+        weight = whole_weight(jax.lax.stop_gradient(sums.loss.weight))
+        factor = scale / jnp.where(weight > 0, weight, 1.0)
+        return sums.loss.total * factor, (sums, 1.0 / factor, model_state)
 
-    differentiate = jax.value_and_grad(forget_weights(scaled, points, gathers=gathers), has_aux=True)
-
-    def one(params: Any, model_state: Any, batch: Any, fold: Any, scale: Any) -> Any:
-        trained = {path: params[path] for path in plan.gradients}
-        frozen = {path: x for path, x in params.items() if path not in plan.gradients}
-        (_, (sums, unscale, model_state)), gradients = differentiate(trained, frozen, model_state, batch, fold, scale)
-        return sums, gradients, unscale, model_state
-
-    if num_micro_batches == 1:
-        return lambda params, model_state, batch, step, scale: one(params, model_state, batch, _fold(step, 0), scale)
-
-    return _accumulating(one, plan, mesh, num_micro_batches)
+    return scaled_fn
 
 
-def _accumulating(one: Callable[..., Any], plan: Plan, mesh: Mesh, num_micro_batches: int) -> Any:
-    """`one` over the micro-batches of a batch in turn, its sums and gradients added up."""
-    placement = {path: NamedSharding(mesh, leaf.spec) for path, leaf in plan.gradients.items()}
+def accumulating(
+    one: Callable[..., Any],
+    plan: Plan,
+    num_micro_batches: int,
+    split: Callable[[jax.Array], jax.Array],
+    placed: Callable[[dict[str, jax.Array]], dict[str, jax.Array]],
+) -> GradFn:
+    """`one` over the micro-batches of a batch in turn, its sums and gradients added up.
+
+    split: an array of a batch to [num_micro_batches, rows, ...]. placed: gradients, where they belong.
+    """
 
     def accumulated(params: Any, model_state: Any, batch: Any, step: Any, scale: Any) -> Any:
         def add(carry: Any, numbered: Any) -> Any:
             sums, gradients, model_state = carry
             number, micro_batch = numbered
-            new_sums, new, unscale, model_state = one(params, model_state, micro_batch, _fold(step, number), scale)
+            new_sums, new, unscale, model_state = one(params, model_state, micro_batch, fold(step, number), scale)
             if scale is not None:
                 new = jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, new)
             wide = jax.tree.map(lambda total, g: total + g.astype(total.dtype), gradients, new)
-            gradients = jax.lax.with_sharding_constraint(wide, placement)
-            return (jax.tree.map(jnp.add, sums, new_sums), gradients, model_state), None
+            return (jax.tree.map(jnp.add, sums, new_sums), placed(wide), model_state), None
 
-        micro_batches = split_batch(batch, num_micro_batches, mesh)
+        micro_batches = jax.tree.map(split, batch)
         first = jax.tree.map(lambda x: x[0], micro_batches)
-        shapes = jax.eval_shape(one, params, model_state, first, _fold(step, 0), scale)
+        shapes = jax.eval_shape(one, params, model_state, first, fold(step, 0), scale)
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
-        gradients = {path: jnp.zeros(g.shape, plan.accumulate[path]) for path, g in shapes[1].items()}
-        gradients = jax.lax.with_sharding_constraint(gradients, placement)
+        gradients = placed({path: jnp.zeros(g.shape, plan.accumulate[path]) for path, g in shapes[1].items()})
         numbered = (jnp.arange(num_micro_batches, dtype=jnp.int32), micro_batches)
         (sums, gradients, model_state), _ = jax.lax.scan(add, (sums, gradients, model_state), numbered)
         # The placement the caller asks for would otherwise reach back into the loop: at stage 1 every micro-batch then
         # gathered the whole gradient once more (measured).
-        gradients = jax.lax.with_sharding_constraint(gradients, placement)
-        return sums, gradients, jnp.float32(1.0), model_state
+        return sums, placed(gradients), jnp.float32(1.0), model_state
 
     return accumulated
 
 
-def split_batch(batch: Any, num_micro_batches: int, mesh: Mesh) -> Any:
-    """Arrays [B, ...] as [num_micro_batches, B / num_micro_batches, ...]: micro-batch j is rows j, j+k, j+2k, ..."""
-
-    def split(array: jax.Array) -> jax.Array:
-        # This reshape keeps each device's rows on the device; reshape(k, B // k, ...) would cost an all-to-all.
-        rows = array.reshape(array.shape[0] // num_micro_batches, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
-
-    return jax.tree.map(split, batch)
+def split_rows(array: jax.Array, num_micro_batches: int) -> jax.Array:
+    """[B, ...] as [num_micro_batches, B / num_micro_batches, ...]: micro-batch j is rows j, j+k, j+2k, ..."""
+    # This reshape keeps each device's rows on the device; reshape(k, B // k, ...) would cost an all-to-all.
+    return array.reshape(array.shape[0] // num_micro_batches, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
 
 
-def _fold(step: Any, micro_batch: Any) -> jax.Array:
+def fold(step: Any, micro_batch: Any) -> jax.Array:
     """What random streams are mixed with. Two numbers, not step * k + j: k may change when a run goes on."""
     return jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro_batch, jnp.int32)])
 

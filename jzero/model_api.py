@@ -1,5 +1,6 @@
 """What the rest of jzero needs of a model, whatever it was written with."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -34,7 +35,7 @@ class Model(Protocol):
         ...
 
     def bind(self, params: Mapping[str, Any], model_state: Mapping[str, Any], fold: Any, *, train: bool) -> Any:
-        """The model as a loss calls it. fold: int32 [2], step and micro-batch, mixed into every random stream."""
+        """The model as a loss calls it. fold: int32 [n] (step, micro-batch, ...), mixed into every random stream."""
         ...
 
     def collect(self, bound: Any) -> Arrays:
@@ -65,6 +66,6 @@ def abstract_key() -> jax.ShapeDtypeStruct:
 
 
 def fold_in(key: jax.Array, fold: Any) -> jax.Array:
-    """A key, or an array of keys (one a scanned layer), mixed with the numbers of step and micro-batch."""
-    flat = jax.vmap(lambda k: jax.random.fold_in(jax.random.fold_in(k, fold[0]), fold[1]))(key.reshape(-1))
-    return flat.reshape(key.shape)
+    """A key, or an array of keys (one a scanned layer), mixed with each of the numbers (int32 [n])."""
+    mixed = lambda k: functools.reduce(jax.random.fold_in, list(fold), k)
+    return jax.vmap(mixed)(key.reshape(-1)).reshape(key.shape)

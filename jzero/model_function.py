@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jzero.errors import ModelError
+from jzero.gathered import gather
 from jzero.leaf import AbstractParam
 from jzero.model_api import RNG, Arrays, abstract_key, fold_in
 from jzero.paths import matching
-from jzero.usepoint import gather
 
 
 @dataclass(frozen=True)

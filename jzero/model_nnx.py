@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jzero.errors import ModelError
+from jzero.gathered import Gathered
 from jzero.leaf import AbstractParam
 from jzero.model_api import Arrays, assert_carried, fold_in, host_copies
-from jzero.usepoint import Gathered
 
 
 @dataclass(frozen=True)

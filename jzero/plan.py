@@ -27,7 +27,7 @@ class Plan:
     """The placement of a whole training state, by parameter path.
 
     params: at rest, frozen ones included. compute: their dtypes where the model reads them; accumulate: those that
-    gradients are summed in over micro-batches. initial: all of them as
+    gradients are summed in over micro-batches; reduce: over devices, empty for as they come. initial: all of them as
     their first values are computed, frozen ones too. The trees from here on are of trained parameters only. weights:
     what the optimizer updates, placed as it updates it. master: those of them that are copies of their own. optimizer:
     LeafPlans in the structure of the optax state. ema: the moving average of the weights, empty where none is kept.
@@ -39,6 +39,7 @@ class Plan:
     params: Mapping[str, LeafPlan]
     compute: Mapping[str, Any]
     accumulate: Mapping[str, Any]
+    reduce: Mapping[str, Any]
     initial: Mapping[str, LeafPlan]
     gradients: Mapping[str, LeafPlan]
     weights: Mapping[str, LeafPlan]
@@ -120,6 +121,7 @@ def make_plan(
             for path in paths
         }
 
+    each = precision.reduce or precision.params
     at_rest, weights = tree("parameters", precision.params, params), tree("optimizer", updated, trained)
     return Plan(
         axis_sizes=dict(axis_sizes),
@@ -127,8 +129,9 @@ def make_plan(
         params=at_rest,
         compute={path: dtype(path, precision.compute) for path in params},
         accumulate={path: dtype(path, precision.accumulate) for path in trained},
+        reduce={path: dtype(path, precision.reduce) for path in trained} if precision.reduce else {},
         initial={**tree("optimizer", precision.params, params), **weights},
-        gradients=tree("gradients", precision.accumulate if accumulating else precision.params, trained),
+        gradients=tree("gradients", precision.accumulate if accumulating else each, trained),
         weights=weights,
         master={path: leaf for path, leaf in weights.items() if leaf.dtype != at_rest[path].dtype},
         optimizer=_plan_optimizer(optimizer, weights, axes["optimizer"], axis_sizes, zero, precision.moments),

@@ -1,6 +1,7 @@
 """One optimizer update and one evaluation, each a single jitted program."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero.config import LossScaleConfig
-from jzero.grads import make_loss_fn, split_batch
+from jzero.grads import make_loss_fn
+from jzero.grads_xla import split_global_rows
 from jzero.gradstats import gradient_stats
 from jzero.leaf import LeafPlan, map_leaves
 from jzero.loss_scale import update_loss_scale
@@ -192,16 +194,17 @@ def make_eval_step(
     parts, one after the other, as training would take: what a training step has room for has to do. params_of: which
     parameters of the state are evaluated."""
     loss_fn = make_loss_fn(model, loss, points, train=False)
+    split = partial(split_global_rows, num_micro_batches=num_micro_batches, mesh=mesh)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         params = params_of(state)
 
         def sums_of(micro_batch: Any) -> Any:
-            return loss_fn(params, state.model_state, micro_batch, jnp.zeros(2, jnp.int32))[1][0]
+            return loss_fn(params, {}, state.model_state, micro_batch, jnp.zeros(2, jnp.int32))[0]
 
         if num_micro_batches == 1:
             return sums_of(batch).means()
-        parts = jax.lax.map(sums_of, split_batch(batch, num_micro_batches, mesh))
+        parts = jax.lax.map(sums_of, jax.tree.map(split, batch))
         return jax.tree.map(lambda part: part.sum(0), parts).means()
 
     return jax.jit(evaluate)

@@ -20,6 +20,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_SOURCE = re.compile(r"\bmetadata=\{[^}]*\}")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _GROUPS = re.compile(
     r"replica_groups=(?:mesh(?P<mesh>\[.*?\]).*?\{(?P<axes>.*?)\}|\[\d+,(?P<iota>\d+)\]|\{\{(?P<list>[\d,]+)\})"
@@ -31,7 +32,7 @@ class Instruction:
     """One operation of a compiled program.
 
     arrays: (dtype as HLO writes it, shape) of all it returns. loops: the `while` operations around it, outermost first.
-    runs: how often a step executes it, None where the trip count of a loop is unknown.
+    runs: how often a step executes it, None where the trip count of a loop is unknown. fused: it is part of a fusion.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Instruction:
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
     loops: tuple[str, ...]
     runs: int | None
+    fused: bool
     text: str
 
 
@@ -64,7 +66,7 @@ class Collective:
 def instructions(text: str) -> list[Instruction]:
     """The operations that a step reaches, those of a computation once for every place that calls it."""
     computations, entry = _parse(text)
-    return list(_walk(computations, entry, (), 1))
+    return list(_walk(computations, entry, (), 1, False))
 
 
 def collectives(text: str) -> list[Collective]:
@@ -74,9 +76,11 @@ def collectives(text: str) -> list[Collective]:
         kind = "reduce-scatter" if _TPU_REDUCE_SCATTER in op.text else op.opcode.removesuffix("-start")
         if kind not in KINDS:
             continue
-        # XLA:TPU spreads one collective over several fusions, each with a copy of the operation.
-        channel = _CHANNEL.search(op.text)
-        key = (channel[1], op.loops) if channel else op.name
+        # XLA:TPU spreads one collective over several fusions, each with a copy of the operation. Its channel alone does
+        # not tell: those of shard_map have all the same.
+        channel, source = _CHANNEL.search(op.text), _SOURCE.search(op.text)
+        copies = op.fused or _TPU_REDUCE_SCATTER in op.text
+        key = (channel[1], source and source[0], op.arrays, op.loops) if channel and copies else op.name
         if key not in seen:
             seen.add(key)
             found += [Collective(kind, d, s, _group(op.text), op.loops, op.runs) for d, s in _results(op)]
@@ -150,10 +154,12 @@ def _split_result(text: str) -> tuple[str, str]:
     raise ValueError(f"unbalanced: {text[:200]}")
 
 
-def _walk(computations: Any, name: str, loops: tuple[str, ...], runs: int | None) -> Iterator[Instruction]:
+def _walk(
+    computations: Any, name: str, loops: tuple[str, ...], runs: int | None, fused: bool
+) -> Iterator[Instruction]:
     for instruction, result, opcode, line in computations[name]:
         arrays = tuple((d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _ARRAY.findall(result))
-        yield Instruction(instruction, opcode, arrays, loops, runs, line)
+        yield Instruction(instruction, opcode, arrays, loops, runs, fused, line)
         if _TPU_REDUCE_SCATTER in line:
             continue
         inner, times = loops, runs
@@ -162,4 +168,5 @@ def _walk(computations: Any, name: str, loops: tuple[str, ...], runs: int | None
             inner, times = (*loops, instruction), runs * int(trips[1]) if trips and runs else None
         for called in _CALLED.findall(line):
             for target in re.findall(r"[\w.\-]+", called):
-                yield from _walk(computations, target, inner, times) if target in computations else ()
+                if target in computations:
+                    yield from _walk(computations, target, inner, times, fused or opcode == "fusion")

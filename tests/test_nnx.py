@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.adapt import adapt
-from jzero.config import MeshConfig
 from jzero.errors import ModelError, PlanError
-from jzero.mesh import make_mesh
-from jzero.usepoint import Gathered, UsePoint
+from jzero.gathered import Gathered
+from jzero.usepoint import UsePoint
 
 ROWS = 6
 RNG = np.random.default_rng(0)
@@ -360,12 +359,10 @@ def test_remat_stack_trains_as_plain_nnx():
 def weight(monkeypatch) -> tuple[np.ndarray, Gathered, list[str]]:
     """A parameter [5, 7] stored as [5, 9] with nines in the padding; and a list that grows with every gather."""
     value = RNG.uniform(0.5, 2.0, size=(5, 7)).astype(np.float32)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:3])
-    use = UsePoint(
-        "w", (5, 7), (5, 9), 1, np.dtype("float32"), np.dtype("float32"), P(None, None), P(None, "data"), mesh
-    )
+    dtype, as_it_is = np.dtype("float32"), lambda array, dropped: array
+    use = UsePoint("w", (5, 7), (5, 9), (5, 9), 1, dtype, dtype, as_it_is, as_it_is)
     reads, read = [], UsePoint.read
-    monkeypatch.setattr(UsePoint, "read", lambda self, stored: reads.append(self.path) or read(self, stored))
+    monkeypatch.setattr(UsePoint, "read", lambda self, *held: reads.append(self.path) or read(self, *held))
     return value, Gathered(jnp.pad(value, ((0, 0), (0, 2)), constant_values=9.0), use), reads
 
 

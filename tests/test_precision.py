@@ -18,7 +18,6 @@ import jzero
 from jzero.blueprint import prepare
 from jzero.config import LossScaleConfig, PrecisionConfig, make_config
 from jzero.errors import ConfigError
-from jzero.grads import make_grad_fn
 from jzero.loss_scale import init_loss_scale, update_loss_scale
 from jzero.rounding import round_stochastically
 
@@ -403,7 +402,7 @@ def test_kept_gradients_are_summed_in_float32():
     fields = {"preset": "bf16", "accumulate": "bfloat16", "keep_float32": ["norm/*"]}
     config = {"precision": fields, "train": {"global_batch_size": ROWS, "accumulation_steps": 3}}
     made = prepare(toys.scanned_decoder, toys.token_loss, optax.sgd(0.1), config)
-    grad_fn = make_grad_fn(made.model, made.loss, made.plan, made.mesh, made.points, 3)
+    grad_fn = made.grad_fn("xla", 3)
     state = made.abstract_state()
     _, summed, *_ = jax.eval_shape(grad_fn, state.params, state.model_state, toys.token_batch(ROWS, 0), 0, None)
     kept = {path for path, gradient in summed.items() if gradient.dtype == jnp.float32}

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -26,7 +26,7 @@ from jzero.blueprint import Blueprint, prepare
 from jzero.config import ModelConfig
 from jzero.grads import make_loss_fn
 from jzero.models import build_model
-from jzero.usepoint import forget_weights
+from jzero.residuals import forget_weights
 
 # The extents of activations occur in no parameter: 24 rows of 11 (or 12) tokens, 3 or 8 rows a device.
 ROWS, LENGTH, WIDTH, HIDDEN, VOCAB, LAYERS = 24, 11, 256, 640, 320, 4
@@ -245,10 +245,11 @@ def kept_weights(made: Blueprint, forget: bool) -> set[tuple[int, ...]]:
     split = [leaf for leaf in made.plan.params.values() if leaf.dim is not None]
     assert all(leaf.padded for leaf in split)
     fn = make_loss_fn(made.model, loss, made.points, train=True)
-    fn = forget_weights(fn, made.points, gathers=True) if forget else fn
     params = {path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for path, leaf in made.plan.params.items()}
     tokens = jnp.zeros((ROWS, LENGTH + 1), jnp.int32)
-    backward = jax.eval_shape(lambda p: jax.vjp(lambda p: fn(p, {}, tokens, jnp.int32(0))[0], p)[1], params)
+    fn = partial(fn, carriers={}, model_state={}, batch=tokens, fold=jnp.int32(0))
+    fn = forget_weights(fn, made.points, gathers=True) if forget else fn
+    backward = jax.eval_shape(lambda p: jax.vjp(lambda p: fn(p)[0].loss.total, p)[1], params)
     kept = {tuple(sorted(x.shape)) for x in jax.tree.leaves(backward)}  # transposed or not
     return kept & {tuple(sorted(leaf.shape)) for leaf in split}
 

@@ -21,7 +21,6 @@ from jzero.blueprint import Blueprint, prepare
 from jzero.config import load_config
 from jzero.data import make_data
 from jzero.engine import Engine
-from jzero.grads import make_grad_fn
 from jzero.leaf import LeafPlan
 from jzero.models import build_model
 from jzero.trainer import language_model_loss
@@ -153,7 +152,7 @@ def test_table_of_stages_is_what_is_planned():
 def test_table_of_stages_is_what_lies_on_the_devices(precision, stage):
     blueprint = quickstart_blueprint(stage, precision)
     engine = Engine(blueprint)
-    grad_fn = make_grad_fn(blueprint.model, blueprint.loss, blueprint.plan, blueprint.mesh, blueprint.points, 1)
+    grad_fn = blueprint.grad_fn("xla", 1)
     batch = engine.place({"tokens": np.zeros((8, 17), np.int32)})
     state = engine.state
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention refuses bfloat16 under strict promotion

@@ -28,6 +28,7 @@ class PrecisionConfig(Section):
     compute: Dtype = "float32"  # parameters and activations in the model
     master: Dtype | None = None  # the copy that the optimizer updates; null: the parameters themselves
     accumulate: WideDtype = "float32"  # gradients summed over micro-batches
+    reduce: Dtype | None = None  # gradients summed over devices; null: as they come, precision.compute or accumulate
     moments: WideDtype | None = None  # arrays of the optimizer's state at rest; null: as the optimizer makes them
     keep_float32: tuple[Text, ...] = ()  # parameters that stay float32 at rest and in the model; path patterns
     stochastic_rounding: Flag = False  # of weights that are stored in bfloat16; the optimizer's state always is

@@ -36,7 +36,8 @@ class ZeroConfig(Section):
     group: Group = "all"  # all: over replica and data; node: over data only, with a copy in each replica
     optimizer_group: Group | None = None  # the same for the optimizer state; null: group
     min_shard_elements: Count = 4096  # smaller arrays stay whole, elements
-    collectives: Literal["xla"] = "xla"  # who places the collectives
+    # Who places the collectives: xla; jzero itself (explicit); whichever sends less (auto).
+    collectives: Literal["xla", "explicit", "auto"] = "xla"
 
     def conflicts(self) -> Iterator[Fault]:
         if self.group == "all" and self.optimizer_group == "node":
