@@ -121,7 +121,10 @@ class Blueprint:
         if engine == "xla":
             return make_xla_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches)
         points = explicit_points(self.plan)
-        return make_explicit_grad_fn(self.model, self.loss, self.plan, self.mesh, points, num_micro_batches)
+        by_node = self.config.zero.group == "node"
+        return make_explicit_grad_fn(
+            self.model, self.loss, self.plan, self.mesh, points, num_micro_batches, by_node=by_node
+        )
 
     def train_step(self, num_micro_batches: int, batch: Any) -> Any:
         """The jitted step over a batch of (abstract) arrays in that many micro-batches: (state, batch) -> (state,

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from jzero.grads import GradFn, Loss, accumulating, fold, make_loss_fn, scaled, split_rows
@@ -20,6 +21,7 @@ from jzero.leaf import LeafPlan, axis_extent
 from jzero.mesh import BATCH_AXES
 from jzero.model_api import Model
 from jzero.plan import Plan
+from jzero.reads import read_once
 from jzero.residuals import forget_weights
 from jzero.usepoint import UsePoint
 
@@ -88,21 +90,34 @@ def _within_own_axes(leaf: LeafPlan, dropped: int, collective: Callable[..., Any
 
 
 def make_explicit_grad_fn(
-    model: Model, loss: Loss, plan: Plan, mesh: Mesh, points: Mapping[str, UsePoint], num_micro_batches: int
+    model: Model,
+    loss: Loss,
+    plan: Plan,
+    mesh: Mesh,
+    points: Mapping[str, UsePoint],
+    num_micro_batches: int,
+    *,
+    by_node: bool,
 ) -> GradFn:
     """The gradients come in the placement of plan.weights. Random streams also depend on the device's position, so
-    other masks are drawn than under `xla`."""
+    other masks are drawn than under `xla`. by_node: whole gradients are summed within nodes first (zero.group: node).
+    """
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
     gathers = any(leaf.zero_axes for leaf in plan.params.values())
     loss_fn = scaled(make_loss_fn(model, loss, points, train=True), partial(_sum_over, axes))
     by_carriers = lambda carriers, params, *rest: loss_fn(params, carriers, *rest)
-    differentiate = jax.value_and_grad(forget_weights(by_carriers, points, gathers=gathers), has_aux=True)
+    prepared = forget_weights(_prepared(by_carriers), points, gathers=gathers)
+    differentiate = jax.value_and_grad(prepared, has_aux=True)
 
     def one(params: Any, model_state: Any, batch: Any, fold: Any, scale: Any) -> Any:
         position = jax.lax.axis_index(BATCH_AXES).astype(jnp.int32)
         fold = jnp.append(fold, position)
         inputs = (_carriers(plan), params, model_state, batch, fold, scale)
         (_, (sums, unscale, model_state)), gradients = differentiate(*inputs)
+        if num_micro_batches > 1:
+            # XLA:TPU would move a reduce-scatter behind the loop and sum whole gradients in it (measured: listed
+            # layers, jax 0.10.2).
+            gradients = jax.lax.optimization_barrier(gradients)
         return sums, gradients, unscale, model_state
 
     if num_micro_batches == 1:
@@ -113,7 +128,8 @@ def make_explicit_grad_fn(
 
     def on_a_device(*inputs: Any) -> Any:
         sums, gradients, unscale, model_state = summed(*inputs)
-        gradients = {path: _finish(plan, path, axes, gradient) for path, gradient in gradients.items()}
+        whole_sum = _sum_by_node if by_node and plan.stage == 0 and axes == BATCH_AXES else jax.lax.psum
+        gradients = {path: _finish(plan, path, axes, whole_sum, gradient) for path, gradient in gradients.items()}
         return _sum_over(axes, sums), gradients, unscale, model_state
 
     whole = PartitionSpec()
@@ -130,7 +146,20 @@ def make_explicit_grad_fn(
     )
 
 
-def _finish(plan: Plan, path: str, axes: tuple[str, ...], gradient: jax.Array) -> jax.Array:
+def _prepared(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn, that reads each parameter once."""
+
+    def run(*args: Any) -> Any:
+        program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        outputs = core.jaxpr_as_fun(read_once(program))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), outputs)
+
+    return run
+
+
+def _finish(
+    plan: Plan, path: str, axes: tuple[str, ...], whole_sum: Callable[..., Any], gradient: jax.Array
+) -> jax.Array:
     """What the use points left to sum over devices: into the optimizer's shards, the inner axis first, so that only a
     shard crosses nodes."""
     dtype, leaf = plan.reduce.get(path), plan.weights[path]
@@ -139,9 +168,19 @@ def _finish(plan: Plan, path: str, axes: tuple[str, ...], gradient: jax.Array) -
         if axis not in done:
             gradient = _scatter(leaf, 0, axis, dtype, gradient)
     if rest := tuple(axis for axis in axes if axis not in (*done, *wanted)):
-        reduce = _within_own_axes(leaf, 0, partial(jax.lax.psum, axis_name=rest))
+        reduce = _within_own_axes(leaf, 0, partial(whole_sum, axis_name=rest))
         gradient = reduce(gradient.astype(dtype or gradient.dtype))
     return gradient.astype(plan.gradients[path].dtype)
+
+
+def _sum_by_node(array: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
+    """The sum over both axes as a reduce-scatter within nodes, an all-reduce of the shards across them and an
+    all-gather within: as many elements as in one all-reduce, but only a shard crosses nodes."""
+    across, within = axis_name
+    flat = array.reshape(-1)
+    flat = jnp.pad(flat, (0, -flat.size % jax.lax.axis_size(within)))
+    shard = jax.lax.psum(jax.lax.psum_scatter(flat, within, tiled=True), across)
+    return jax.lax.all_gather(shard, within, tiled=True)[: array.size].reshape(array.shape)
 
 
 def _carriers(plan: Plan) -> dict[str, jax.Array]:

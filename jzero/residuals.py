@@ -65,7 +65,6 @@ def forget_weights(fn: Callable[..., Any], points: Mapping[str, UsePoint], *, ga
 
     def forgetful(*args: Any) -> Any:
         program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        program = _read_once(program)
         rematerialised = any(equation.primitive is primitives.remat_p for equation in equations(program))
         if not rematerialised:
             program = _forget_in_scans(program, {use.held_shape for use in points.values()}, policy)
@@ -75,24 +74,6 @@ def forget_weights(fn: Callable[..., Any], points: Mapping[str, UsePoint], *, ga
         return jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves(args)))
 
     return forgetful
-
-
-def _read_once(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The program with one read of each parameter instead of several: a table at both ends of a model is gathered, and
-    its gradient reduced, once. Only its own equations: blocks of a loop or of rematerialisation read for themselves."""
-    first: dict[Any, Any] = {}
-    instead: dict[Any, Any] = {}
-    kept = []
-    replaced = lambda variables: [v if isinstance(v, core.Literal) else instead.get(v, v) for v in variables]
-    for equation in own_equations(program):
-        equation = equation.replace(invars=replaced(equation.invars))
-        if is_use_point(equation.primitive, equation.params):
-            read = first.setdefault(tuple(equation.invars), equation.outvars)
-            if read is not equation.outvars:
-                instead |= zip(equation.outvars, read, strict=True)
-                continue
-        kept.append(equation)
-    return program.replace(jaxpr=program.jaxpr.replace(eqns=kept, outvars=replaced(program.jaxpr.outvars)))
 
 
 def _forget_in_scans(program: Program, stacks: set[tuple[int, ...]], policy: Callable[..., bool]) -> Program:

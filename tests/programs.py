@@ -154,9 +154,7 @@ def _split_result(text: str) -> tuple[str, str]:
     raise ValueError(f"unbalanced: {text[:200]}")
 
 
-def _walk(
-    computations: Any, name: str, loops: tuple[str, ...], runs: int | None, fused: bool
-) -> Iterator[Instruction]:
+def _walk(computations: Any, name: str, loops: tuple[str, ...], runs: int | None, fused: bool) -> Iterator[Instruction]:
     for instruction, result, opcode, line in computations[name]:
         arrays = tuple((d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _ARRAY.findall(result))
         yield Instruction(instruction, opcode, arrays, loops, runs, fused, line)
