@@ -26,18 +26,21 @@ def choose_collectives(config: Config, plan: Plan, *, accumulating: bool) -> Col
     if asked == "explicit" and refusal:
         raise CollectivesError(f"{refusal}; zero.collectives: xla can")
     if asked != "auto":
-        return Collectives(asked, f"zero.collectives = {asked}")
+        return Collectives(asked, "as configured")
     if config.precision.reduce not in (None, config.precision.compute):
         if refusal:
             raise CollectivesError(f"{refusal}; zero.collectives: xla can, with precision.reduce: null")
-        return Collectives("explicit", f"only it reduces gradients in precision.reduce = {config.precision.reduce}")
+        return Collectives("explicit", f"auto: xla cannot reduce in precision.reduce = {config.precision.reduce}")
     if refusal:
-        return Collectives("xla", refusal)
+        return Collectives("xla", f"auto: {refusal}")
     if all(plan.axis_sizes[axis] == 1 for axis in BATCH_AXES):
-        return Collectives("xla", "one device sends nothing")
-    if accumulating and _reduces_at_the_end(plan):
-        return Collectives("explicit", "it reduces gradients once a step, xla in every micro-batch")
-    return Collectives("xla", "explicit would send as much")
+        return Collectives("xla", "auto: there is one device to compute on the batch")
+    if config.zero.group == "node" and plan.stage and all(plan.axis_sizes[axis] > 1 for axis in BATCH_AXES):
+        # Measured on programs for 8 H100: xla all-reduces whole gradients over all devices, in every micro-batch.
+        return Collectives("explicit", "auto: it sums gradients within nodes first, and across them once a step")
+    if accumulating and plan.stage <= 1:
+        return Collectives("explicit", "auto: it reduces gradients once a step, xla in every micro-batch")
+    return Collectives("xla", "auto: explicit would send as much")
 
 
 def _explicit_cannot(plan: Plan) -> str | None:
@@ -48,11 +51,3 @@ def _explicit_cannot(plan: Plan) -> str | None:
                 "zero.collectives = explicit has each device compute its own rows"
             )
     return None
-
-
-def _reduces_at_the_end(plan: Plan) -> bool:
-    """Whether there are axes over which gradients need not be summed before the micro-batches are."""
-    axes = {axis for axis in BATCH_AXES if plan.axis_sizes[axis] > 1}
-    return any(leaf.dim is not None and axes - set(leaf.zero_axes) for leaf in plan.gradients.values()) or (
-        plan.stage == 0
-    )

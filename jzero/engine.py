@@ -134,8 +134,8 @@ class Engine:
         return self._blueprint.model.bind(params, model_state, jnp.zeros(2, jnp.int32), train=False)
 
     def report(self) -> RenderableType:
-        """The start-up report: bytes a device by tree, what stayed whole and why."""
-        return plan_report(self.plan)
+        """The start-up report: bytes a device by tree, which engine trains, what stayed whole and why."""
+        return plan_report(self.plan, self._blueprint.collectives())
 
     def arrays(self) -> dict[str, jax.Array]:
         """Every array of the state by name, in stored shapes."""

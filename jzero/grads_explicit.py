@@ -13,15 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
+from jzero.apart import computed_apart
 from jzero.grads import GradFn, Loss, accumulating, fold, make_loss_fn, scaled, split_rows
 from jzero.leaf import LeafPlan, axis_extent
 from jzero.mesh import BATCH_AXES
 from jzero.model_api import Model
 from jzero.plan import Plan
-from jzero.reads import read_once
 from jzero.residuals import forget_weights
 from jzero.usepoint import UsePoint
 
@@ -106,7 +105,7 @@ def make_explicit_grad_fn(
     gathers = any(leaf.zero_axes for leaf in plan.params.values())
     loss_fn = scaled(make_loss_fn(model, loss, points, train=True), partial(_sum_over, axes))
     by_carriers = lambda carriers, params, *rest: loss_fn(params, carriers, *rest)
-    prepared = forget_weights(_prepared(by_carriers), points, gathers=gathers)
+    prepared = forget_weights(computed_apart(by_carriers), points, gathers=gathers)
     differentiate = jax.value_and_grad(prepared, has_aux=True)
 
     def one(params: Any, model_state: Any, batch: Any, fold: Any, scale: Any) -> Any:
@@ -144,17 +143,6 @@ def make_explicit_grad_fn(
         # With it, JAX would sum the cotangents of whole parameters by itself (measured: N times too much).
         check_vma=False,
     )
-
-
-def _prepared(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn, that reads each parameter once."""
-
-    def run(*args: Any) -> Any:
-        program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outputs = core.jaxpr_as_fun(read_once(program))(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), outputs)
-
-    return run
 
 
 def _finish(

@@ -92,7 +92,7 @@ def make_plan(
     """The placement of every leaf of the training state.
 
     accumulating: gradients are summed over several micro-batches, so their tree has the accumulation dtype
-    (`precision.accumulate`) instead of the parameters' own. frozen: path patterns of parameters that are not trained.
+    (`precision.accumulate`) instead of the reduction's or the parameters' own. frozen: path patterns of parameters that are not trained.
     ema: a moving average of the weights is kept.
 
     Raises PlanError naming the parameter, dimension, size and axis size for a model's own spec that does not fit, and
@@ -121,7 +121,6 @@ def make_plan(
             for path in paths
         }
 
-    each = precision.reduce or precision.params
     at_rest, weights = tree("parameters", precision.params, params), tree("optimizer", updated, trained)
     return Plan(
         axis_sizes=dict(axis_sizes),
@@ -131,7 +130,7 @@ def make_plan(
         accumulate={path: dtype(path, precision.accumulate) for path in trained},
         reduce={path: dtype(path, precision.reduce) for path in trained} if precision.reduce else {},
         initial={**tree("optimizer", precision.params, params), **weights},
-        gradients=tree("gradients", precision.accumulate if accumulating else each, trained),
+        gradients=tree("gradients", _gradient_dtype(precision, accumulating), trained),
         weights=weights,
         master={path: leaf for path, leaf in weights.items() if leaf.dtype != at_rest[path].dtype},
         optimizer=_plan_optimizer(optimizer, weights, axes["optimizer"], axis_sizes, zero, precision.moments),
@@ -139,6 +138,10 @@ def make_plan(
         model_state=_plan_model_state(model_state or {}),
         loss_scale=_plan_loss_scale() if "float16" in (precision.params, precision.compute) else {},
     )
+
+
+def _gradient_dtype(precision: PrecisionConfig, accumulating: bool) -> str:
+    return precision.accumulate if accumulating else precision.reduce or precision.params
 
 
 def _plan_model_state(model_state: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, LeafPlan]:

@@ -1,11 +1,16 @@
 """Where a program reads its parameters, found before it is differentiated."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax.extend import core
+from jax.extend import core, source_info_util
 
-from jzero.jaxprs import own_equations
+from jzero.errors import CollectivesError
+from jzero.jaxprs import Program, own_equations, subprograms
 from jzero.usepoint import is_use_point
+
+# What may be done to a stored array before it is read: a layer is taken out of a stack.
+_TAKES_LAYERS = frozenset({"slice", "dynamic_slice", "squeeze", "reshape", "copy"})
 
 
 def read_once(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -24,3 +29,50 @@ def read_once(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
                 continue
         kept.append(equation)
     return program.replace(jaxpr=program.jaxpr.replace(eqns=kept, outvars=replaced(program.jaxpr.outvars)))
+
+
+def assert_reads(program: core.ClosedJaxpr, stored: Mapping[Any, str]) -> None:
+    """Raise CollectivesError where a program takes a stored array as it is, past its use point: there is no gradient
+    of that where the loss is differentiated by carriers, and at stage 3 the array is a device's part.
+
+    stored: the path of each input variable that holds a parameter.
+    """
+    for path, where in _raw_reads(program, dict(stored)):
+        raise CollectivesError(
+            f"{path}: the model or the loss takes the stored array instead of reading the parameter ({where}); under "
+            "zero.collectives = explicit that has no gradient. Read the variable, param[...] (or nnx.to_pure_dict of "
+            "a state), or set zero.collectives: xla"
+        )
+
+
+def _raw_reads(program: Program, stored: dict[Any, str]) -> Iterator[tuple[str, str]]:
+    """(path, primitive and source line); puts into `stored` what the program hands on of them."""
+    for equation in own_equations(program):
+        if is_use_point(equation.primitive, equation.params):
+            continue
+        taken = {i: stored[v] for i, v in enumerate(equation.invars) if not isinstance(v, core.Literal) and v in stored}
+        if not taken:
+            continue
+        inner = _aligned(equation)
+        for body, skipped in inner:
+            jaxpr = body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
+            held = {jaxpr.invars[i - skipped]: path for i, path in taken.items() if i >= skipped}
+            yield from _raw_reads(jaxpr, held)
+            handed = zip(equation.outvars, jaxpr.outvars, strict=True)
+            stored |= {out: held[v] for out, v in handed if not isinstance(v, core.Literal) and v in held}
+        if not inner and equation.primitive.name in _TAKES_LAYERS:
+            stored |= dict.fromkeys(equation.outvars, next(iter(taken.values())))
+        elif not inner:
+            where = f"{equation.primitive.name} at {source_info_util.summarize(equation.source_info)}"
+            yield from ((path, where) for path in taken.values())
+
+
+def _aligned(equation: core.JaxprEqn) -> list[tuple[Program, int]]:
+    """The programs that an equation runs on its operands, one for one but for the first few, which are left out."""
+    first = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}.get(equation.primitive.name, 0)
+    bodies = [(body, body.jaxpr if isinstance(body, core.ClosedJaxpr) else body) for body in subprograms(equation)]
+    return [
+        (body, first)
+        for body, jaxpr in bodies
+        if len(jaxpr.invars) == len(equation.invars) - first and len(jaxpr.outvars) == len(equation.outvars)
+    ]

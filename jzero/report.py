@@ -6,14 +6,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jzero.collectives import Collectives
 from jzero.leaf import LeafPlan
 from jzero.plan import Plan
 
 _SHOWN = 8
 
 
-def plan_report(plan: Plan) -> RenderableType:
-    """The start-up report: placement by tree, then the whole leaves with their reasons, then padding."""
+def plan_report(plan: Plan, collectives: Collectives) -> RenderableType:
+    """The start-up report: placement by tree, who places the collectives, then the whole leaves with their reasons, then
+    padding."""
     table = Table(title=_headline(plan), title_justify="left", title_style="bold")
     for column in ("tree", "bytes a device", "of all", "whole on every device", "dtype"):
         table.add_column(column, justify="left" if column in ("tree", "dtype") else "right")
@@ -25,7 +27,7 @@ def plan_report(plan: Plan) -> RenderableType:
         whole = sum(_bytes(leaf) for leaf in leaves if not leaf.spec)
         dtypes = sorted({str(leaf.dtype) for leaf in leaves})
         table.add_row(tree, human_bytes(a_device), human_bytes(everything), human_bytes(whole), ", ".join(dtypes))
-    return Group(table, *_notes(plan))
+    return Group(table, Text(f"collectives: {collectives.engine}, {collectives.reason}"), *_notes(plan))
 
 
 def human_bytes(count: int) -> str:

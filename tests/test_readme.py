@@ -90,7 +90,8 @@ def test_the_output_shown_is_the_quickstarts(capsys):
 
     from jzero.report import plan_report
 
-    Console(width=80).print(plan_report(quickstart_blueprint(3, "fp32").plan), soft_wrap=True)
+    blueprint = quickstart_blueprint(3, "fp32")
+    Console(width=80).print(plan_report(blueprint.plan, blueprint.collectives()), soft_wrap=True)
     report = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     shown = next(block for kind, block in BLOCKS if kind == "text").splitlines()
     assert shown[: shown.index("...")] == report[: shown.index("...")]

@@ -4,6 +4,7 @@ import optax
 import pytest
 from rich.console import Console
 
+from jzero.collectives import Collectives
 from jzero.config import make_config
 from jzero.leaf import AbstractParam
 from jzero.plan import make_plan
@@ -23,7 +24,7 @@ def report(stage: int = 3, data: int = 8, params: dict[str, AbstractParam] = PAR
     plan = make_plan(params, sizes, config.zero, config.precision, optax.adam(1e-3))
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(plan_report(plan), soft_wrap=True)
+        console.print(plan_report(plan, Collectives("explicit", "as configured")), soft_wrap=True)
     return [line.strip() for line in captured.get().splitlines()]
 
 
