@@ -169,7 +169,15 @@ LINEAR = (
     *("sharding_constraint", "layout_constraint", "mesh_cast", "reshard", "pvary", "pcast"),
 )
 CLIPPED = ("max", "min", "abs", "sign", "clamp")
-NON  # What is worked out of numbers in the program: jnp.var, say, asks whether it divides by more than zero.
+NONLINEAR = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sqrt", "rsqrt", "cbrt", "square"),
+    *("erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma", "igammac", "zeta", "bessel_i0e"),
+    *("bessel_i1e", "regularized_incomplete_beta", "floor", "ceil", "round", "rem", "nextafter", "is_finite"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "and", "or", "not", "xor", "mulhi"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "population_count", "clz"),
+)
+# What is worked out of numbers in the program: jnp.var, say, asks whether it divides by more than zero.
 SCALARS: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -187,14 +195,6 @@ SCALARS: dict[str, Callable[..., Any]] = {
     "not": np.invert,
     "convert_element_type": lambda value, new_dtype, **_: np.asarray(value).astype(new_dtype)[()],
 }
-LINEAR = (
-    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sqrt", "rsqrt", "cbrt", "square"),
-    *("erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma", "igammac", "zeta", "bessel_i0e"),
-    *("bessel_i1e", "regularized_incomplete_beta", "floor", "ceil", "round", "rem", "nextafter", "is_finite"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "and", "or", "not", "xor", "mulhi"),
-    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "population_count", "clz"),
-)
 RULES: dict[str, Rule] = {
     **{name: _function(linear) for name in LINEAR},
     **{name: _function(clipped) for name in CLIPPED},

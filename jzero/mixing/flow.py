@@ -73,8 +73,8 @@ class Flow:
     """What a value is of the batch: the sum of `terms`; of none, zero.
 
     layout: where the rows lie, if they do. uneven: dims along which its elements differ, so that some may lack terms.
-    value: of a scalar that follows from numbers in the program, that scalar. where: for MIXED, the equation that did it,
-    as "div at model.py:12:8 (loss)".
+    value: of a scalar that follows from numbers in the program, that scalar. where: for MIXED, the equation that did
+    it, as "div at model.py:12:8 (loss)".
     """
 
     terms: Terms

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
 from jzero.jaxprs import Program, own_equations, subprograms
@@ -22,6 +23,7 @@ from jzero.mixing.flow import (
     either,
     lost,
     moved,
+    number,
     settled,
 )
 
@@ -62,7 +64,8 @@ def _apply(equation: core.JaxprEqn, ins: list[Flow]) -> list[Flow]:
     name, outputs = equation.primitive.name, equation.outvars
     if all(flow.constant for flow in ins) and name not in CALLS:
         if name in elements.SCALARS and all(flow.value is not None for flow in ins):
-            return [number(elements.SCALARS[name](*(flow.value for flow in ins), **equation.params))]
+            with np.errstate(all="ignore"):
+                return [number(elements.SCALARS[name](*(flow.value for flow in ins), **equation.params))]
         zero = name in KEEP_ZERO and not any(flow.terms for flow in ins)
         return [ZERO if zero else INDEPENDENT] * len(outputs)
     result = RULES[name](equation, ins) if name in RULES else UNKNOWN
