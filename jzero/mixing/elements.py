@@ -165,13 +165,27 @@ SCALARS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda value, new_dtype, **_: np.asarray(value).astype(new_dtype)[()],
 }
 LINEAR = (
-    *("neg", "real", "imag", "conj", "copy", "copy_p", "name", "stop_gradient", "reduce_precision"),
-    *("sharding_constraint", "layout_constraint", "mesh_cast", "reshard", "pvary", "pcast"),
+    *("neg", "real", "imag", "conj", "copy", "name", "stop_gradient", "reduce_precision"),
+    *("sharding_constraint", "layout_constraint", "reshard", "pvary"),
 )
 CLIPPED = ("max", "min", "abs", "sign", "clamp")
 NONLINEAR = (
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sqrt", "rsqrt", "cbrt", "square"),
+    *(
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "logistic",
+        "pow",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "square",
+        "one_minus_square",
+    ),
     *("erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma", "igammac", "zeta", "bessel_i0e"),
     *("bessel_i1e", "regularized_incomplete_beta", "floor", "ceil", "round", "rem", "nextafter", "is_finite"),
     *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "and", "or", "not", "xor", "mulhi"),
@@ -218,5 +232,5 @@ RULES: dict[str, Rule] = {
     "sort": _within(lambda equation, ndim: {equation.params["dimension"]}),
     "top_k": _within(lambda equation, ndim: {equation.params.get("axis", ndim - 1) % ndim}),
     "fft": _within(lambda equation, ndim: range(ndim - len(equation.params["fft_lengths"]), ndim)),
-    **{name: _last(2) for name in ("cholesky", "triangular_solve")},
+    **{name: _last(2) for name in ("cholesky", "triangular_solve", "eigh", "svd", "lu")},
 }

@@ -7,7 +7,7 @@ and where in an array the rows lie.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class Effect(Enum):
@@ -21,7 +21,8 @@ class Effect(Enum):
     UNKNOWN = "cannot be told"
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True)
+class Term:
     """A product of anything independent, one row's own values (`rows`), and `up` sums over the rows, divided by `down`.
 
     clipped: one of the sums is a sum only where nothing cuts it off, as in max(count, 1).
@@ -60,7 +61,8 @@ CONSTANT, ROW, SUM = Term(), Term(rows=True), Term(up=1)
 MOST_SUMS = 4  # in a term. No model multiplies more; a loop might, without end
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """Where the rows lie: dim `dim` is [any number, rows, inner], flat."""
 
     dim: int
@@ -156,7 +158,7 @@ def clipped(flow: Flow) -> Flow:
     """Of a function that may leave a sum as it is: max(count, 1), abs(total)."""
     if flow.effect is Effect.MIXED and (flow.layout or Lump.PAIRED in flow.terms):
         return nonlinear(flow)
-    terms = (t._replace(clipped=True) if isinstance(t, Term) and t.effect is Effect.SUM else t for t in flow.terms)
+    terms = (replace(t, clipped=True) if isinstance(t, Term) and t.effect is Effect.SUM else t for t in flow.terms)
     return replace(flow, terms=frozenset(terms) or INDEPENDENT.terms)
 
 
@@ -179,7 +181,7 @@ def summed(flow: Flow, axes: Iterable[int]) -> Flow:
 
     def total(term: Term | Lump) -> Term | Lump:
         if over_rows and isinstance(term, Term) and term.rows:
-            return term._replace(rows=False, up=term.up + 1)
+            return replace(term, rows=False, up=term.up + 1)
         return Lump.UNKNOWN if term is Lump.PAIRED else term
 
     layout = None if over_rows else flow.layout
@@ -245,7 +247,7 @@ def picked(flow: Flow, dims: Iterable[int]) -> Flow:
 
 def moved(flow: Flow, places: Mapping[int, int]) -> Flow:
     """places: dim -> its new number; a dim that is missing goes, and holds no rows."""
-    layout = flow.layout and flow.layout._replace(dim=places[flow.layout.dim])
+    layout = flow.layout and replace(flow.layout, dim=places[flow.layout.dim])
     return replace(flow, layout=layout, uneven=frozenset(places[d] for d in flow.uneven if d in places))
 
 

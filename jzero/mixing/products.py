@@ -29,7 +29,7 @@ def _dot_general(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
         if left_end != right_end:
             uneven = frozenset({left_end, right_end}) if min(left_end, right_end) >= 0 else frozenset[int]()
             return met([left, right], Flow(MIXED.terms, None, uneven))
-        if left[1:] != right[1:]:
+        if left.inner != right.inner:
             return UNKNOWN
     elif ends and ends[0][1] < 0:
         # A vector adds rows up, a matrix may only put them in another order.
@@ -37,7 +37,7 @@ def _dot_general(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
         if math.prod(shapes[1] if ins[0].layout else shapes[0]) > length:
             return lost(result)
     for layout, end in ends:
-        result = replace(result, layout=layout._replace(dim=end))
+        result = replace(result, layout=replace(layout, dim=end))
     return summed(result, range(-len(contracting[0]), 0)) if contracting[0] else result
 
 
@@ -58,7 +58,7 @@ def _convolution(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
     if not ours or kernel.layout or equation.params["batch_group_count"] > 1 or Lump.PAIRED in terms:
         return lost(images)
     uneven = range(len(shape_of(equation.outvars[0]))) if images.uneven or kernel.uneven else ()
-    layout = images.layout and images.layout._replace(dim=dims.out_spec[0])
+    layout = images.layout and replace(images.layout, dim=dims.out_spec[0])
     return Flow(terms, layout, frozenset(uneven))
 
 

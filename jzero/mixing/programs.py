@@ -153,9 +153,7 @@ def _while(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
 
 
 CALLS: dict[str, Rule] = dict.fromkeys(
-    ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite")
-    + ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-    _call,
+    ("jit", "closed_call", "remat2", "composite", "custom_jvp_call", "custom_vjp_call"), _call
 )
 RULES: dict[str, Rule] = {
     **elements.RULES,

@@ -31,8 +31,7 @@ def _reshape(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
     uneven = frozenset(e for d in flow.uneven for e in range(len(new)) if overlap(d, e))
     if not flow.layout:
         return Flow(flow.terms, None, uneven)
-    dim, inner, rows = flow.layout
-    stride = before[dim] * inner
+    stride, rows = before[flow.layout.dim] * flow.layout.inner, flow.layout.rows
     for e in range(len(new)):
         if stride % after[e] == 0 and after[e] * new[e] % (stride * rows) == 0:
             return Flow(flow.terms, Layout(e, stride // after[e], rows), uneven)
@@ -176,7 +175,7 @@ def _scatter(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
     if indices.layout and not (array.separate and updates.separate):
         return UNKNOWN
     added = equation.primitive.name != "scatter" and not (array.separate and updates.separate)
-    if added and equation.primitive.name not in ("scatter-add", "scatter_add"):
+    if added and equation.primitive.name not in ("scatter-add", "scatter-sub"):
         return UNKNOWN
     return aligned([beside([array, updates], range(ndim)), places], union(ins), UNKNOWN)
 
@@ -197,5 +196,5 @@ RULES: dict[str, Rule] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
 }
