@@ -63,11 +63,12 @@ MOST_SUMS = 4  # in a term. No model multiplies more; a loop might, without end
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows lie: dim `dim` is [any number, rows, inner], flat."""
+    """Where the rows lie: dim `dim` is [any number, rows, inner], flat. packed: by a reshape, tokens with the rows."""
 
     dim: int
     inner: int
     rows: int
+    packed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,8 @@ def aligned(flows: Sequence[Flow], terms: Terms, meeting: Flow) -> Flow:
 
 
 def met(layouts: Iterable[Layout], meeting: Flow) -> Flow:
-    # Rows of several tokens each meet in packed attention too, whose mask keeps every row to itself.
-    return UNKNOWN if any(layout.inner > 1 for layout in layouts) else meeting
+    # Packed attention lets all tokens meet, and its mask keeps every row to itself.
+    return UNKNOWN if any(layout.packed for layout in layouts) else meeting
 
 
 def beside(flows: Sequence[Flow], dims: Iterable[int]) -> Flow:
@@ -259,6 +260,8 @@ def without(ndim: int, axes: Iterable[int]) -> dict[int, int]:
 
 def settled(flow: Flow, where: str) -> Flow:
     """In the one form that a value has. where: kept if it is mixed."""
+    if flow.constant:
+        return flow
     terms = flow.terms
     if Lump.MIXED in terms:
         terms = MIXED.terms

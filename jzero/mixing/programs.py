@@ -62,7 +62,9 @@ def _follow(program: Program, inputs: Sequence[Flow]) -> list[Flow]:
 
 def _apply(equation: core.JaxprEqn, ins: list[Flow]) -> list[Flow]:
     name, outputs = equation.primitive.name, equation.outvars
-    if all(flow.constant for flow in ins) and name not in CALLS:
+    if equation.effects and name not in LOOPS | CALLS:
+        return [UNKNOWN] * len(outputs)  # it may read what another equation wrote
+    if all(flow.constant for flow in ins) and name not in CALLS and not equation.effects:
         if name in elements.SCALARS and all(flow.value is not None for flow in ins):
             with np.errstate(all="ignore"):
                 return [number(elements.SCALARS[name](*(flow.value for flow in ins), **equation.params))]
@@ -87,7 +89,7 @@ def _settled(equation: core.JaxprEqn, output: Any, flow: Flow, ins: list[Flow]) 
 
 def _call(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
     inner = subprograms(equation)
-    return _follow(inner[0], ins) if inner else UNKNOWN
+    return _follow(inner[0], ins) if len(inner) == 1 else UNKNOWN
 
 
 def _cond(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
@@ -112,7 +114,7 @@ def _scan(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
         if done == MOST_ROUNDS:
             return UNKNOWN
         outs = _follow(body, [*consts, *carry, *xs])
-        written.append([_stacked(flow) for flow in outs[num_carry:]])
+        written.append([_shifted(flow, 1) for flow in outs[num_carry:]])
         before, carry = carry, [_varying(flow) for flow in outs[:num_carry]]
         if carry == before:
             break
@@ -128,13 +130,12 @@ def _varying(flow: Flow) -> Flow:
 def _unstacked(flow: Flow) -> Flow:
     if 0 in flow.uneven or (flow.layout and flow.layout.dim == 0):
         return lost(flow)
-    dims = {*flow.uneven, *([flow.layout.dim] if flow.layout else [])}
-    return moved(flow, {dim: dim - 1 for dim in dims})
+    return _shifted(flow, -1)
 
 
-def _stacked(flow: Flow) -> Flow:
+def _shifted(flow: Flow, by: int) -> Flow:
     dims = {*flow.uneven, *([flow.layout.dim] if flow.layout else [])}
-    return moved(flow, {dim: dim + 1 for dim in dims})
+    return moved(flow, {dim: dim + by for dim in dims})
 
 
 def _while(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
@@ -155,14 +156,7 @@ def _while(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
 CALLS: dict[str, Rule] = dict.fromkeys(
     ("jit", "closed_call", "remat2", "composite", "custom_jvp_call", "custom_vjp_call"), _call
 )
-RULES: dict[str, Rule] = {
-    **elements.RULES,
-    **shapes.RULES,
-    **products.RULES,
-    **CALLS,
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
-}
+LOOPS: dict[str, Rule] = {"cond": _cond, "scan": _scan, "while": _while}
+RULES: dict[str, Rule] = {**elements.RULES, **shapes.RULES, **products.RULES, **CALLS, **LOOPS}
 # Of nothing but zeros they make zeros.
 KEEP_ZERO = {*shapes.RULES, *elements.LINEAR, "convert_element_type", "add", "sub", "mul", "reduce_sum"}

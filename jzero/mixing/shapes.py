@@ -34,7 +34,8 @@ def _reshape(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
     stride, rows = before[flow.layout.dim] * flow.layout.inner, flow.layout.rows
     for e in range(len(new)):
         if stride % after[e] == 0 and after[e] * new[e] % (stride * rows) == 0:
-            return Flow(flow.terms, Layout(e, stride // after[e], rows), uneven)
+            packed = flow.layout.packed if new[e] == old[flow.layout.dim] else new[e] > rows
+            return Flow(flow.terms, Layout(e, stride // after[e], rows, packed), uneven)
     return lost(flow)  # a dim of its own for parts of the rows
 
 
@@ -109,8 +110,7 @@ def _tile(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
 
 def _pad(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
     dims = {d for d, sizes in enumerate(equation.params["padding_config"]) if tuple(sizes) != (0, 0, 0)}
-    cut = [ins[0], *ins[1:]]
-    return lost(ins[0]) if ins[0].layout and ins[0].layout.dim in dims else beside(cut, dims)
+    return beside([_cut(ins[0], dims), ins[1]], dims)
 
 
 def _dynamic_slice(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
