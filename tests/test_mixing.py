@@ -434,10 +434,23 @@ def a_mean_times_what_counts(w, b):
     )
 
 
-@case(UNKNOWN, UNKNOWN)
+@case(UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
 def guarded_sums(w, b):
-    """A weight that is never less than one."""
-    return jnp.maximum(b["counts"].sum().astype(jnp.float32), 1.0), jnp.abs(jnp.sum(b["x"] * b["x"]))
+    """What a guard never changes."""
+    squares = jnp.square(b["x"])
+    return (
+        jnp.maximum(b["counts"].sum().astype(jnp.float32), 1.0),
+        jnp.abs(jnp.sum(squares)),
+        jnp.sum(jnp.where(b["counts"].sum() > 0, squares, 0.0)),
+        jnp.sum(jnp.maximum(b["x"], -jnp.sum(squares))),
+    )
+
+
+@case(UNKNOWN)
+def places_after_all_others_and_back(w, b):
+    start = b["lengths"].sum()
+    place = b["lengths"] + start
+    return jnp.sum(jnp.square(w["table"][place - start]))
 
 
 @case(UNKNOWN)
@@ -679,6 +692,24 @@ def test_of_a_single_row_nothing_is_told(rows):
     batch = {"x": BATCH["x"][:rows]}
     loss = lambda weights, batch: (jnp.mean(batch["x"] @ weights["w"]), jnp.sum(weights["w"]))
     assert told(loss, {"w": WEIGHTS["w"]}, batch) == [UNKNOWN if rows == 1 else SUM, INDEPENDENT]
+
+
+def test_rounded_sums_are_none():
+    """Integers that come of all rows lead anywhere."""
+
+    def fn(weights, batch):
+        count = batch["counts"].sum()
+        return jnp.sum(batch["x"]).astype(jnp.int32), count // 2, count * count, count > 0, count + 1
+
+    assert told(fn, WEIGHTS, BATCH) == [*[UNKNOWN] * 4, SHIFTED]
+
+
+def test_rows_in_two_orders_are_not_paired():
+    def fn(weights, batch):
+        first, second = jnp.concatenate([batch["x"], batch["x"]]), jnp.repeat(batch["y"], 2, axis=0)
+        return first * second, jnp.einsum("nd,ne->de", first, second), jnp.einsum("nd,nd->n", first, second)
+
+    assert told(fn, WEIGHTS, BATCH) == [UNKNOWN] * 3
 
 
 def test_rows_that_come_out_are_rows():

@@ -14,6 +14,7 @@ from jzero.mixing.flow import (
     MIXED,
     PAIRED,
     UNKNOWN,
+    Effect,
     Flow,
     Lump,
     aligned,
@@ -65,6 +66,13 @@ def _integer_pow(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
 
 def _function(kind: Callable[[Flow], Flow]) -> Rule:
     return lambda equation, ins: kind(aligned(ins, union(ins), MIXED))
+
+
+def _clip(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
+    joined = aligned(ins, union(ins), MIXED)
+    if joined.effect is Effect.MIXED and not any(flow.effect is Effect.MIXED for flow in ins):
+        return UNKNOWN if len({flow.layout for flow in ins if flow.layout}) < 2 else joined
+    return clipped(joined)
 
 
 def _convert(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
@@ -211,7 +219,7 @@ SCALARS: dict[str, Callable[..., Any]] = {
 }
 RULES: dict[str, Rule] = {
     **{name: _function(linear) for name in LINEAR},
-    **{name: _function(clipped) for name in CLIPPED},
+    **dict.fromkeys(CLIPPED, _clip),
     **{name: _function(nonlinear) for name in NONLINEAR},
     **dict.fromkeys(("add", "sub", "add_any", "complex"), _add),
     "mul": _mul,
