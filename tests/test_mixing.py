@@ -256,9 +256,10 @@ def half_precision(w, b):
     return jnp.mean(jnp.square(x)), jnp.sum(x).astype(jnp.bfloat16)
 
 
-@case(SUM)
+@case(SUM, SUM)
 def branches(w, b):
-    return jnp.sum(jax.lax.cond(w["count"] > 2, lambda x: jnp.tanh(x @ w["w"]), lambda x: 2 * x, b["x"]))
+    x = jax.lax.cond(w["count"] > 2, lambda x: jnp.tanh(x @ w["w"]), lambda x: 2 * x, b["x"])
+    return jnp.sum(x), jax.lax.cond(w["count"] > 2, lambda x: jnp.sum(x), lambda x: jnp.zeros(()), b["x"])
 
 
 @case(SUM)
@@ -414,6 +415,17 @@ def variance_over_layers(w, b):
         return jnp.tanh((x - x.mean(0)) / jnp.sqrt(jnp.var(x, 0) + 1e-5)), None
 
     return jnp.sum(jax.lax.scan(layer, b["x"], w["layers"])[0])
+
+
+@case(MIXED)
+def mean_of_the_round_before(w, b):
+    """The first round of the loop is a sum still."""
+
+    def layer(carry, kernel):
+        x, mean = carry
+        return (jnp.tanh((x - mean) @ kernel), jnp.mean(x, 0)), None
+
+    return jnp.sum(jax.lax.scan(layer, (b["x"], jnp.zeros(D)), w["layers"])[0][0])
 
 
 # What is not told, and what must not be called MIXED: these are sums in the end.
@@ -615,6 +627,20 @@ def test_the_built_in_models_are_told(fields, packed):
     batch = {**TOKENS, "positions": places, "segments": places // 4}
     found = told_of(decoder(**fields), loss, batch if packed else TOKENS)
     assert {found["total"], found["weight"]} == {SUM}
+
+
+def test_attention_of_cudnn_is_told(monkeypatch):
+    """Traced only: nothing public traces it where there is no GPU."""
+    for name in ("check_cudnn_version", "check_compute_capability"):
+        monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{name}", lambda *_, **__: 91000)
+
+    def loss(weights, batch):
+        q, k, v = ((batch["h"].astype(jnp.bfloat16) @ w).reshape(-1, T, 1, D) for w in weights)
+        same = (batch["segments"][:, :, None] == batch["segments"][:, None])[:, None]
+        out = jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation="cudnn")
+        return jnp.sum(jnp.square(out))
+
+    assert told(loss, jnp.ones((3, D, D), jnp.bfloat16), BATCH) == [SUM]
 
 
 class Normed(nnx.Module):

@@ -1,4 +1,4 @@
-"""Rules for products of arrays: matrix products and convolutions."""
+"""Rules for products of arrays: matrix products, convolutions, fused attention."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,21 @@ from dataclasses import replace
 from jax.extend import core
 
 from jzero.mixing.elements import Rule, shape_of
-from jzero.mixing.flow import MIXED, UNKNOWN, Flow, Lump, aligned, lost, met, moved, product, reduced, summed, without
+from jzero.mixing.flow import (
+    MIXED,
+    UNKNOWN,
+    Flow,
+    Lump,
+    aligned,
+    lost,
+    met,
+    moved,
+    product,
+    reduced,
+    summed,
+    union,
+    without,
+)
 
 
 def _dot_general(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
@@ -62,4 +76,15 @@ def _convolution(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
     return Flow(terms, layout, frozenset(uneven))
 
 
-RULES: dict[str, Rule] = {"dot_general": _dot_general, "conv_general_dilated": _convolution}
+def _attention(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
+    """cuDNN's kernel: the batch is the first dim of all that it takes and gives."""
+    layouts = {flow.layout for flow in ins if flow.layout}
+    told = len(layouts) == 1 and all(layout.dim == 0 for layout in layouts) and all(flow.separate for flow in ins)
+    return Flow(union(ins), layouts.pop()) if told else UNKNOWN
+
+
+RULES: dict[str, Rule] = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "dot_product_attention_fwd_wrapper": _attention,
+}
