@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_real_models
 import toys
 from flax import linen as nn
 from flax import nnx
@@ -107,11 +108,12 @@ def cross_entropy(w, b):
     return sums.total, sums.weight
 
 
-@case(SUM, SUM)
+@case(SUM, SUM, SUM)
 def several_losses(w, b):
-    """sum() of Python begins with a zero."""
+    """sum() of Python begins with a zero, and so do these sums."""
     first, second = token_losses(w, b), jnp.square(b["x"] @ w["w"])
-    return sum([first.sum(), second.sum()]), jnp.stack([first.mean(), second.mean()]).sum()
+    losses = first.mean(), second.mean()
+    return sum([first.sum(), second.sum()]), jnp.stack(losses).sum(), jnp.zeros(3).at[1].add(losses[0]).sum()
 
 
 @case(SUM, SUM)
@@ -641,6 +643,27 @@ def test_attention_of_cudnn_is_told(monkeypatch):
         return jnp.sum(jnp.square(out))
 
     assert told(loss, jnp.ones((3, D, D), jnp.bfloat16), BATCH) == [SUM]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("nano-moe-jax", MIXED),  # its router's balance
+        ("jax-resnet", MIXED),  # BatchNorm
+        ("mamba2-jax", SUM),
+        ("jraphx GCN", UNKNOWN),  # messages along edges, whose nodes are given by number
+        ("jraphx GAT", UNKNOWN),
+        ("long-range-models", SUM),
+    ],
+)
+def test_models_of_others_are_told(name, total):
+    """pip install -e '.[dev,real-models]'"""
+    with jax.numpy_dtype_promotion("standard"):
+        case = test_real_models.CASES[name]()
+        found = told_of(case.model, case.loss, case.batch(np.random.default_rng(0)))
+    assert (found["total"], found["weight"]) == (total, SUM)
 
 
 class Normed(nnx.Module):

@@ -10,7 +10,7 @@ from jax.extend import core, source_info_util
 
 from jzero.jaxprs import Program, own_equations, subprograms
 from jzero.mixing import elements, products, shapes
-from jzero.mixing.elements import Rule, inexact
+from jzero.mixing.elements import Rule, dtype_of, inexact
 from jzero.mixing.flow import (
     INDEPENDENT,
     ROW,
@@ -67,7 +67,8 @@ def _apply(equation: core.JaxprEqn, ins: list[Flow]) -> list[Flow]:
     if all(flow.constant for flow in ins) and name not in CALLS and not equation.effects:
         if name in elements.SCALARS and all(flow.value is not None for flow in ins):
             with np.errstate(all="ignore"):
-                return [number(elements.SCALARS[name](*(flow.value for flow in ins), **equation.params))]
+                value = elements.SCALARS[name](*(flow.value for flow in ins))
+                return [number(np.asarray(value).astype(dtype_of(outputs[0]))[()])]
         zero = name in KEEP_ZERO and not any(flow.terms for flow in ins)
         return [ZERO if zero else INDEPENDENT] * len(outputs)
     result = RULES[name](equation, ins) if name in RULES else UNKNOWN

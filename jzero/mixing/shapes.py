@@ -177,7 +177,8 @@ def _scatter(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
     added = equation.primitive.name != "scatter" and not (array.separate and updates.separate)
     if added and equation.primitive.name not in ("scatter-add", "scatter-sub"):
         return UNKNOWN
-    return aligned([beside([array, updates], range(ndim)), places], union(ins), UNKNOWN)
+    written = beside([array, updates], range(ndim))
+    return aligned([written, places], union([written, places]), UNKNOWN) if indices.layout else written
 
 
 RULES: dict[str, Rule] = {
