@@ -73,10 +73,9 @@ def _function(kind: Callable[[Flow], Flow]) -> Rule:
 
 
 def _clip(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
-    joined = aligned(ins, union(ins), MIXED)
-    if joined.effect is Effect.MIXED and not any(flow.effect is Effect.MIXED for flow in ins):
-        return UNKNOWN if len({flow.layout for flow in ins if flow.layout}) < 2 else joined
-    return clipped(joined)
+    if any(flow.effect is Effect.ROWS for flow in ins) and not all(flow.separate for flow in ins):
+        return UNKNOWN  # a bound on rows that is made of all rows, and may never hold one back
+    return clipped(aligned(ins, union(ins), MIXED))
 
 
 def _convert(equation: core.JaxprEqn, ins: list[Flow]) -> Flow:
