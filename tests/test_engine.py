@@ -622,7 +622,9 @@ PACKAGE = Path(jzero.__file__).parent
 ORDER = [
     *("errors", "paths", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
     *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
-    *("runtime", "mesh", "rounding", "loss_scale", "leaf", "plan", "gradstats", "jaxprs", "elementwise", "schedules"),
+    *("runtime", "mesh", "rounding", "loss_scale", "leaf", "plan", "gradstats", "jaxprs"),
+    *("mixing.flow", "mixing.elements", "mixing.shapes", "mixing.products", "mixing.programs", "mixing"),
+    *("elementwise", "schedules"),
     *("adam8bit", "optim"),
     *(
         "loss",
