@@ -1,5 +1,6 @@
 """Whether devices can compute a loss apart, each on its own rows: told from the program, before it is compiled."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jzero.errors import CollectivesError
 from jzero.jaxprs import equations
 from jzero.leaf import axis_names
 from jzero.mesh import BATCH_AXES
+from jzero.mixing import Effect, batch_flow
 from jzero.reads import assert_reads, read_once
 
 
@@ -27,6 +29,7 @@ def computed_apart(fn: Callable[..., Any]) -> Callable[..., Any]:
                 raise _pinned(str(error)) from error
             raise
         _assert_not_pinned(program)
+        _assert_sums(fn, args, program, out)
         variables = jax.tree.unflatten(jax.tree.structure(args), program.jaxpr.invars)
         assert_reads(program, {variable: path for path, variable in variables[1].items()})
         outputs = core.jaxpr_as_fun(read_once(program))(*jax.tree.leaves(args))
@@ -44,8 +47,42 @@ def _assert_not_pinned(program: core.ClosedJaxpr) -> None:
                 raise _pinned(str(spec))
 
 
+def _assert_sums(fn: Callable[..., Any], args: tuple[Any, ...], program: core.ClosedJaxpr, out: Any) -> None:
+    """Raise CollectivesError where the loss is certainly no sum over the rows, or the model's new state is not the same
+    whatever they are. Warns of such a metric."""
+    *before, batch = args[:4]
+    if jax.tree.leaves(batch)[0].shape[0] == 1:  # of one row nothing can be told
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), batch)
+        program = jax.make_jaxpr(fn)(*before, batch, *args[4:])
+    of_batch = (*jax.tree.map(lambda _: False, tuple(before)), jax.tree.map(lambda _: True, batch))
+    rows = jax.tree.leaves((*of_batch, jax.tree.map(lambda _: False, args[4:])))
+    _, (sums, _, model_state) = jax.tree.unflatten(jax.tree.structure(out), batch_flow(program, rows))
+    for path, flow in model_state.items():
+        if flow.effect is not Effect.INDEPENDENT:
+            raise CollectivesError(
+                f"{path}: the model computes this state from the batch (batch statistics, say), and under "
+                "zero.collectives = explicit a device sees its own rows alone; set zero.collectives: xla"
+            )
+    for part in (sums.loss.total, sums.loss.weight):
+        if part.effect is Effect.MIXED:
+            raise CollectivesError(
+                f"the loss is no sum over the rows of its batch: {part.where}. Under zero.collectives = explicit a "
+                "device sees its own rows alone. If it divides by something counted over rows, return "
+                "jzero.WeightedLoss(total, weight); else set zero.collectives: xla"
+            )
+    for name, extra in sums.extras.items():
+        if Effect.MIXED in (extra.total.effect, extra.weight.effect):
+            warnings.warn(
+                f"metric {name!r} is no sum over the rows of its batch: {extra.total.where or extra.weight.where}. "
+                "Under zero.collectives = explicit it is the average of what it is on each device; return "
+                "jzero.WeightedLoss(total, weight) if it divides by a count",
+                stacklevel=2,
+            )
+
+
 def _pinned(told: str) -> CollectivesError:
+    told = told.partition(". ")[0]
     return CollectivesError(
-        f"the model or the loss places an array itself: {told.partition('. ')[0]}. Under zero.collectives = explicit a device has its own "
+        f"the model or the loss places an array itself: {told}. Under zero.collectives = explicit a device has its own "
         f"rows alone: leave {' and '.join(BATCH_AXES)} out of that constraint, or set zero.collectives: xla"
     )

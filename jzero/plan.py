@@ -91,9 +91,8 @@ def make_plan(
 ) -> Plan:
     """The placement of every leaf of the training state.
 
-    accumulating: gradients are summed over several micro-batches, so their tree has the accumulation dtype
-    (`precision.accumulate`) instead of the reduction's or the parameters' own. frozen: path patterns of parameters that are not trained.
-    ema: a moving average of the weights is kept.
+    accumulating: gradients are summed over several micro-batches, so their tree has that sum's dtype. frozen: path
+    patterns of parameters that are not trained. ema: a moving average of the weights is kept.
 
     Raises PlanError naming the parameter, dimension, size and axis size for a model's own spec that does not fit, and
     ConfigError for a pattern that matches nothing.

@@ -14,7 +14,7 @@ _SHOWN = 8
 
 
 def plan_report(plan: Plan, collectives: Collectives) -> RenderableType:
-    """The start-up report: placement by tree, who places the collectives, then the whole leaves with their reasons, then
+    """The start-up report: placement by tree, who places the collectives, the whole leaves with their reasons,
     padding."""
     table = Table(title=_headline(plan), title_justify="left", title_style="bold")
     for column in ("tree", "bytes a device", "of all", "whole on every device", "dtype"):

@@ -578,7 +578,7 @@ def told_of(model: Any, loss: Any, batch: Any, **config: Any) -> dict[str, Effec
 
     def run(weights, batch):
         params, state, fold = weights
-        _, (sums, state) = loss_fn(params, state, batch, fold)
+        sums, state = loss_fn(params, {}, state, batch, fold)
         return {"total": sums.loss.total, "weight": sums.loss.weight, **state, **sums.extras}
 
     effects = told(run, weights, batch)

@@ -202,24 +202,6 @@ NONLINEAR = (
     *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "and", "or", "not", "xor", "mulhi"),
     *("shift_left", "shift_right_arithmetic", "shift_right_logical", "population_count", "clz"),
 )
-# What is worked out of numbers in the program: jnp.var, say, asks whether it divides by more than zero.
-SCALARS: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "not": np.invert,
-    "convert_element_type": lambda value: value,
-}
 RULES: dict[str, Rule] = {
     **{name: _function(linear) for name in LINEAR},
     **dict.fromkeys(CLIPPED, _clip),
