@@ -158,11 +158,15 @@ CASES = {
         jzero.Function(lambda key: {"angle": jax.random.normal(key, (7, 5))}, complex_apply), optimizer=optax.sgd(0.01)
     ),
     "weighted, with metrics": Case(loss=weighted_loss, batch=weighted_batch),
-    "frozen": Case(config={"train": {"frozen": ["up/*"]}}),
-    "average": Case(config={"train": {"ema_decay": 0.5}}),
-    "clipped": Case(config={"optimizer": {"clip_norm": 0.5}}),
-    "some leaves whole": Case(config={"zero": {"min_shard_elements": 100}}),
-    "gradient statistics": Case(config={"log": {"grad_norms": ["up/*", "*/bias"], "grad_histogram": True}}),
+    "frozen, averaged, clipped": Case(
+        config={"train": {"frozen": ["up/kernel"], "ema_decay": 0.5}, "optimizer": {"clip_norm": 0.5}}
+    ),
+    "some leaves whole, with statistics": Case(
+        config={
+            "zero": {"min_shard_elements": 100},
+            "log": {"grad_norms": ["up/*", "*/bias"], "grad_histogram": True},
+        }
+    ),
     "tensor": Case(lambda rngs: Megatron(rngs), mesh={"data": 4, "tensor": 2}),
     "tensor, nodes": Case(
         lambda rngs: Megatron(rngs), mesh={"replica": 2, "data": 2, "tensor": 2}, config={"zero": {"group": "node"}}
