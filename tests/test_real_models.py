@@ -138,7 +138,7 @@ CASES = {
 }
 
 
-# Under explicit each device's rows are on their own. Left out are jax-resnet and the graph networks as they stand, which
+# Under explicit each device's rows are on their own. Left out: jax-resnet and the graph networks as they stand, which
 # train with statistics of the batch, the router's loss, and dropout, whose masks are others there.
 APART = {
     "nano-moe-jax, apart": lambda: mixture_of_experts(dropout=0.0, balanced=0.0),
