@@ -50,13 +50,10 @@ def _assert_not_pinned(program: core.ClosedJaxpr) -> None:
 def _assert_sums(fn: Callable[..., Any], args: tuple[Any, ...], program: core.ClosedJaxpr, out: Any) -> None:
     """Raise CollectivesError where the loss is certainly no sum over the rows, or the model's new state is not the same
     whatever they are. Warns of such a metric."""
-    *before, batch = args[:4]
-    if jax.tree.leaves(batch)[0].shape[0] == 1:  # of one row nothing can be told
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), batch)
-        program = jax.make_jaxpr(fn)(*before, batch, *args[4:])
-    of_batch = (*jax.tree.map(lambda _: False, tuple(before)), jax.tree.map(lambda _: True, batch))
-    rows = jax.tree.leaves((*of_batch, jax.tree.map(lambda _: False, args[4:])))
-    _, (sums, _, model_state) = jax.tree.unflatten(jax.tree.structure(out), batch_flow(program, rows))
+    num_rows = jax.tree.leaves(args[3])[0].shape[0]
+    twice = _of_rows(fn, args, 2 * num_rows)
+    told = twice if num_rows == 1 and twice else program  # of one row nothing can be told
+    sums, model_state = _flows(told, args, out)
     for path, flow in model_state.items():
         if flow.effect is not Effect.INDEPENDENT:
             raise CollectivesError(
@@ -70,6 +67,13 @@ def _assert_sums(fn: Callable[..., Any], args: tuple[Any, ...], program: core.Cl
                 "device sees its own rows alone. If it divides by something counted over rows, return "
                 "jzero.WeightedLoss(total, weight); else set zero.collectives: xla"
             )
+    weights = [_flows(p, args, out)[0].loss.weight.value for p in (program, twice) if p]
+    if len(weights) == 2 and None not in weights and weights[0] == weights[1] != 0:
+        raise CollectivesError(
+            f"the loss has a weight of {weights[0]:g} however many rows the batch has, and under zero.collectives = "
+            "explicit the weights of all devices add up; let it grow with the rows (or return the mean, a scalar), or "
+            "set zero.collectives: xla"
+        )
     for name, extra in sums.extras.items():
         if Effect.MIXED in (extra.total.effect, extra.weight.effect):
             warnings.warn(
@@ -78,6 +82,22 @@ def _assert_sums(fn: Callable[..., Any], args: tuple[Any, ...], program: core.Cl
                 "jzero.WeightedLoss(total, weight) if it divides by a count",
                 stacklevel=2,
             )
+
+
+def _of_rows(fn: Callable[..., Any], args: tuple[Any, ...], num_rows: int) -> core.ClosedJaxpr | None:
+    """The program for a batch of so many rows; None for a model that takes no other number than its own."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), args[3])
+    try:
+        return jax.make_jaxpr(fn)(*args[:3], batch, *args[4:])
+    except (TypeError, ValueError):
+        return None
+
+
+def _flows(program: core.ClosedJaxpr, args: tuple[Any, ...], out: Any) -> tuple[Any, Any]:
+    """What the LossSums and the model state that a program returns are of its batch."""
+    rows = [number == 3 for number, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    _, (sums, _, model_state) = jax.tree.unflatten(jax.tree.structure(out), batch_flow(program, rows))
+    return sums, model_state
 
 
 def _pinned(told: str) -> CollectivesError:

@@ -80,9 +80,9 @@ def _scatter(leaf: LeafPlan, dropped: int, axes: Any, dtype: Any, array: jax.Arr
 
 
 def _within_own_axes(leaf: LeafPlan, dropped: int, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective on each device's part along the axes that the model itself splits the leaf over. Otherwise XLA
-    gathers it over those first, and where an axis is left to it, whatever its size, XLA:CPU aborts the process on a sum
-    in bfloat16 (measured: jax 0.10.2)."""
+    """The collective on each device's part along the other axes, over which the model itself may split the leaf.
+    Otherwise XLA gathers it over those first; and where an axis is left to it, even of size 1, XLA:CPU aborts the
+    process on a sum in bfloat16 (measured: jax 0.10.2)."""
     spec = PartitionSpec(*leaf.own_spec[dropped:])
     others = set(AXES).difference(BATCH_AXES)
     return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False)

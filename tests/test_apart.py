@@ -72,15 +72,22 @@ def sum_and_count(model, batch):
     return jzero.WeightedLoss((error * counts).sum(), counts.sum())
 
 
+def weight_of_one(model, batch):
+    return jzero.WeightedLoss(toys.square_loss(model, batch), jnp.float32(1))
+
+
 MIXES = [
     (normalised, toys.square_loss, r"norm/mean: the model computes this state from the batch"),
     (toys.mlp, contrastive, r"no sum over the rows of its batch: dot_general at .*test_apart\.py:\d+"),
     (toys.mlp, mean_of_counted, r"no sum over the rows of its batch: div at .*jzero\.WeightedLoss\(total, weight\)"),
+    (toys.mlp, weight_of_one, r"a weight of 1 however many rows the batch has"),
 ]
 
 
 @pytest.mark.parametrize("rows_a_device", [1, 3])
-@pytest.mark.parametrize(("model", "loss", "told"), MIXES, ids=["BatchNorm", "contrastive", "mean of counted"])
+@pytest.mark.parametrize(
+    ("model", "loss", "told"), MIXES, ids=["BatchNorm", "contrastive", "mean of counted", "constant weight"]
+)
 def test_a_loss_that_mixes_rows_is_refused_and_xla_does_it(model, loss, told, rows_a_device):
     batch = toys.square_batch(8 * rows_a_device, 0)
     assert np.isfinite(step(model, loss, "xla", batch)["loss"])

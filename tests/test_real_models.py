@@ -15,6 +15,7 @@ import pytest
 import toys
 
 import jzero
+from jzero.errors import CollectivesError
 
 # Others' models rely on promotion, and warn of what is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -197,3 +198,18 @@ def test_complex_numbers_inside_a_model_train(stage):
     engine = jzero.initialize(model, loss, optax.adam(1e-2), config, jax.devices()[:8])
     batch = 3 * np.ones((8, 16), np.float32)
     assert float(engine.step(batch)["loss"]) > float(engine.step(batch)["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("jax-resnet", "computes this state from the batch"),
+        ("jraphx GCN", "computes this state from the batch"),
+        ("jraphx GAT", "computes this state from the batch"),
+        ("nano-moe-jax", "no sum over the rows of its batch"),
+    ],
+)
+def test_a_model_of_others_that_mixes_rows_is_refused_by_explicit(name, told):
+    with pytest.raises(CollectivesError, match=told):
+        train(name, 1, 8, "explicit")
