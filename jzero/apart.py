@@ -51,9 +51,9 @@ def _assert_sums(fn: Callable[..., Any], args: tuple[Any, ...], program: core.Cl
     """Raise CollectivesError where the loss is certainly no sum over the rows, or the model's new state is not the same
     whatever they are. Warns of such a metric."""
     num_rows = jax.tree.leaves(args[3])[0].shape[0]
-    twice = _of_rows(fn, args, 2 * num_rows)
-    told = twice if num_rows == 1 and twice else program  # of one row nothing can be told
-    sums, model_state = _flows(told, args, out)
+    if num_rows == 1:  # of which nothing can be told
+        program = _of_rows(fn, args, 2) or program
+    sums, model_state = _flows(program, args, out)
     for path, flow in model_state.items():
         if flow.effect is not Effect.INDEPENDENT:
             raise CollectivesError(
@@ -67,10 +67,10 @@ def _assert_sums(fn: Callable[..., Any], args: tuple[Any, ...], program: core.Cl
                 "device sees its own rows alone. If it divides by something counted over rows, return "
                 "jzero.WeightedLoss(total, weight); else set zero.collectives: xla"
             )
-    weights = [_flows(p, args, out)[0].loss.weight.value for p in (program, twice) if p]
-    if len(weights) == 2 and None not in weights and weights[0] == weights[1] != 0:
+    weight = sums.loss.weight.value
+    if weight and (more := _of_rows(fn, args, 3 * num_rows)) and _flows(more, args, out)[0].loss.weight.value == weight:
         raise CollectivesError(
-            f"the loss has a weight of {weights[0]:g} however many rows the batch has, and under zero.collectives = "
+            f"the loss has a weight of {weight:g} however many rows the batch has, and under zero.collectives = "
             "explicit the weights of all devices add up; let it grow with the rows (or return the mean, a scalar), or "
             "set zero.collectives: xla"
         )

@@ -217,7 +217,7 @@ ARMS = [
 def test_it_trains_as_xla_does_on_one_device(name, place):
     expected, run = on_one_device(name), train(name, place, "explicit")
     shards = run.engine.mesh.shape["replica"] * run.engine.mesh.shape["data"]
-    assert run.rows == {ROWS // place.micro_batches // shards}
+    assert ROWS // place.micro_batches // shards in run.rows
     assert len({float(m["loss"]) for m in expected.metrics}) == STEPS
     for found, wanted in zip(run.metrics, expected.metrics, strict=True):
         assert list(found) == list(wanted)
@@ -297,7 +297,7 @@ def test_a_run_goes_on_under_the_other_engine(first, then, place, tmp_path):
 def test_one_engine_steps_batches_of_several_sizes(stage):
     """Rows that a loop of the user's own hands over: of one micro-batch, of three, of one again."""
     losses = []
-    for collectives, rows in (("xla", {24}), ("explicit", {3}), ("auto", {24, 3} if stage == 1 else {24})):
+    for collectives, rows in (("xla", {24}), ("explicit", {3, 9}), ("auto", {24, 3, 9} if stage == 1 else {24})):
         seen = set()
 
         def loss(model: Any, batch: Any, seen: set[int] = seen) -> Any:
@@ -548,7 +548,9 @@ def test_xla_refuses_another_dtype_to_sum_in():
         (1, 3, 1, "all", "fp32", "explicit"),
         (2, 3, 1, "all", "fp32", "xla"),
         (3, 3, 1, "all", "fp32", "xla"),
-        (2, 1, 2, "node", "fp32", "xla"),
+        (0, 1, 2, "node", "fp32", "xla"),
+        (1, 1, 2, "node", "fp32", "explicit"),
+        (2, 1, 2, "node", "fp32", "explicit"),
         (2, 3, 2, "node", "fp32", "explicit"),
         (3, 3, 2, "node", "fp32", "explicit"),
         (2, 3, 2, "all", "fp32", "xla"),
