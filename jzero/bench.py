@@ -1,8 +1,8 @@
 """What jzero costs: `python -m jzero.bench --config FILE [section.field=value ...]`.
 
 Times one training step of the configured model three ways, in turn, in one process: a plain hand-written jax.jit step
-on one device; jzero at stage 0 on that device; jzero as configured, on all devices. Machines drift, so the figures to
-quote are the ratios.
+on one device; jzero at stage 0 on that device; jzero as configured, on all devices. Each `--against` adds the
+configured run with other settings. Machines drift, so the figures to quote are the ratios.
 """
 
 import argparse
@@ -23,16 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", metavar="FILE", help="as for jzero.train")
     parser.add_argument("--rounds", type=_count, default=20, help="steps timed of each, after one that compiles")
+    told = "also time the configured run with these on top; may be repeated"
+    parser.add_argument("--against", action="append", default=[], metavar='"section.field=value ..."', help=told)
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(arguments.config, arguments.overrides)
+        load = lambda *more: load_config(arguments.config, [*arguments.overrides, *more])
+        config, others = load(), {given: load(*given.split()) for given in arguments.against}
         from jzero import runtime  # JAX from here on
 
         runtime.start(config.runtime)
         from rich.console import Console
 
-        Console().print(report(measure(make_arms(config), arguments.rounds)))
+        Console().print(report(measure(make_arms(config, others), arguments.rounds)))
     except JzeroError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -45,30 +48,49 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def make_arms(config: Config) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name: each takes one training step on the same batch and returns its loss."""
+def make_arms(config: Config, others: Mapping[str, Config] | None = None) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name: each takes one training step and returns its loss, on the same batch for the same model.
+
+    others: by name, to train on all devices after `config`.
+    """
     import jax
-    import numpy as np
 
     from jzero.config import make_config
-    from jzero.engine import initialize
+
+    shared = config.model_dump(mode="json", include={"model", "data", "precision", "optimizer", "runtime"})
+    train = {"global_batch_size": _rows(config), "num_steps": config.train.num_steps, "seed": config.train.seed}
+    one_device = make_config({**shared, "zero": {"stage": 0}, "train": train})
+    devices = jax.devices()
+    return {
+        "plain jax.jit, one device": _plain_step(one_device),
+        "jzero, one device, stage 0": _jzero_step(one_device, devices[:1]),
+        f"jzero, {len(devices)} devices, stage {config.zero.stage}": _jzero_step(config, devices),
+        **{name: _jzero_step(other, devices) for name, other in (others or {}).items()},
+    }
+
+
+def _rows(config: Config) -> int:
+    return config.train.global_batch_size or 32
+
+
+def _model_and_batch(config: Config) -> tuple[Any, Any]:
+    import numpy as np
+
     from jzero.models import build_model
+
+    vocab_size = config.model.vocab_size or 257
+    shape = _rows(config), config.data.sequence_length + 1
+    tokens = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
+    return build_model(config.model, vocab_size), {"tokens": tokens}
+
+
+def _jzero_step(config: Config, devices: Sequence[Any]) -> Callable[[], Any]:
+    from jzero.engine import initialize
     from jzero.trainer import language_model_loss
 
-    rows, length = config.train.global_batch_size or 32, config.data.sequence_length
-    vocab_size = config.model.vocab_size or 257
-    model = build_model(config.model, vocab_size)
-    batch = {"tokens": np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1)).astype(np.int32)}
-    shared = config.model_dump(mode="json", include={"model", "data", "precision", "optimizer", "runtime"})
-    train = {"global_batch_size": rows, "num_steps": config.train.num_steps, "seed": config.train.seed}
-    one_device = make_config({**shared, "zero": {"stage": 0}, "train": train})
-    one = initialize(model, language_model_loss, config=one_device, devices=jax.devices()[:1])
-    all_devices = initialize(model, language_model_loss, config=config)
-    return {
-        "plain jax.jit, one device": _plain_step(model, language_model_loss, one_device, batch),
-        "jzero, one device, stage 0": lambda: one.step(batch)["loss"],
-        f"jzero, {all_devices.mesh.size} devices, stage {config.zero.stage}": lambda: all_devices.step(batch)["loss"],
-    }
+    model, batch = _model_and_batch(config)
+    engine = initialize(model, language_model_loss, config=config, devices=devices)
+    return lambda: engine.step(batch)["loss"]
 
 
 def measure(arms: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -97,7 +119,7 @@ def report(seconds: dict[str, list[float]]) -> Any:
     return table
 
 
-def _plain_step(model: Any, loss: Any, config: Config, batch: Any) -> Callable[[], Any]:
+def _plain_step(config: Config) -> Callable[[], Any]:
     """What a user would write without jzero: fp32, one device, global clipping, the same optimizer and decay."""
     import jax
     import optax
@@ -105,7 +127,9 @@ def _plain_step(model: Any, loss: Any, config: Config, batch: Any) -> Callable[[
 
     from jzero.adapt import adapt
     from jzero.optim import make_optimizer
+    from jzero.trainer import language_model_loss
 
+    model, batch = _model_and_batch(config)
     graphdef, state, rest = nnx.split(model(nnx.Rngs(config.train.seed)), nnx.Param, ...)
     paths = {"/".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
     clip = config.optimizer.clip_norm
@@ -116,7 +140,7 @@ def _plain_step(model: Any, loss: Any, config: Config, batch: Any) -> Callable[[
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         def mean_loss(params: Any) -> Any:
             state = nnx.from_flat_state([(paths[name], array) for name, array in params.items()])
-            sums = loss(nnx.merge(graphdef, state, rest, copy=True), batch)
+            sums = language_model_loss(nnx.merge(graphdef, state, rest, copy=True), batch)
             return sums.total / sums.weight
 
         value, gradients = jax.value_and_grad(mean_loss)(params)

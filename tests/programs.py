@@ -8,7 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, TypeAlias
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -85,6 +86,81 @@ def collectives(text: str) -> list[Collective]:
             seen.add(key)
             found += [Collective(kind, d, s, _group(op.text), op.loops, op.runs) for d, s in _results(op)]
     return found
+
+
+# (kind, elements of the result, devices that take part together, loops around it, runs a step)
+Key: TypeAlias = tuple[str, int, int | None, int, int | None]
+
+
+def keys(found: Iterable[Collective]) -> Counter[Key]:
+    return Counter((c.kind, c.size, c.group, len(c.loops), c.runs) for c in found)
+
+
+def sent(found: Iterable[Key]) -> Fraction:
+    """Elements that each device sends in a step."""
+    share = {
+        "all-gather": lambda n, group: Fraction(n * (group - 1), group),
+        "reduce-scatter": lambda n, group: Fraction(n * (group - 1)),
+        "all-reduce": lambda n, group: Fraction(2 * n * (group - 1), group),
+    }
+    return sum((share[kind](n, group) * runs for kind, n, group, _, runs in found), Fraction())
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as a step reads it. size: elements of one layer, padding included. layers: of a stack that a scan
+    runs over, else 1. split: over the ZeRO axes, from the stage on that splits it. At stage 3, gathers: how often each
+    micro-batch gathers it; hoisted: how often the step does before all of them, because the compiler moved it there.
+    """
+
+    size: int
+    layers: int = 1
+    split: bool = True
+    gathers: int = 2
+    hoisted: int = 0
+
+
+def planned(
+    weights: Iterable[Weight], stage: int, k: int, *, data: int, replica: int = 1, group: str, optimizer_group: str
+) -> Counter[Key]:
+    """What a step over k micro-batches sends under `zero.collectives: explicit`, by the formulas of the papers."""
+    extents = {axis: n for axis, n in (("data", data), ("replica", replica)) if n > 1}
+    spans = {"all": set(extents), "node": set(extents) - {"replica"}}
+    tree = lambda name, first: spans[name] if stage >= first else set()
+    params, gradients, optimizer = tree(group, 3), tree(group, 2), tree(optimizer_group, 1)
+    count = lambda axes: math.prod(extents[axis] for axis in axes)
+    found: list[Key] = [("all-reduce", 1, data * replica, 0, 1)] * 2  # the loss and its weight
+
+    def once(kind: str, size: int, axes: set[str]) -> None:
+        if axes:
+            found.append((kind, size, count(axes), 0, 1))
+
+    for weight in weights:
+        total = weight.size * weight.layers
+        if not weight.split or stage == 0:
+            if stage == 0 and group == "node" and replica > 1:
+                shard = -(-total // data)
+                once("reduce-scatter", shard, {"data"})
+                once("all-reduce", shard, {"replica"})
+                once("all-gather", shard * data, {"data"})
+            else:
+                once("all-reduce", total, set(extents))
+            continue
+        in_use = ((k > 1) + (weight.layers > 1), k * weight.layers)
+        if params:
+            gather = ("all-gather", weight.size, count(params))
+            found += [(*gather, *in_use)] * weight.gathers + [(*gather, 0, 1)] * weight.hoisted
+        if gradients:
+            found.append(("reduce-scatter", weight.size // count(gradients), count(gradients), *in_use))
+        held = total // count(gradients)
+        for axis in extents:  # the inner one first
+            if axis in optimizer - gradients:
+                held //= extents[axis]
+                once("reduce-scatter", held, {axis})
+        once("all-reduce", held, set(extents) - optimizer - gradients)
+        once("all-gather", total // count(params), optimizer - params)
+        found += [("all-reduce", 1, count(optimizer), 0, 1)] * 2  # its norm, and whether it is finite
+    return Counter(found)
 
 
 def sizes(found: Iterable[Collective]) -> Counter[int]:

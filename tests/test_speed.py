@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jzero.bench import make_arms
+from jzero.bench import main, make_arms
 from jzero.config import load_config
 
 pytestmark = pytest.mark.slow
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 ARMS = r"│ (.+?) +│ ([\d.]+) ms +│ ([\d.]+) +│"
 # A step of a third of a second or so, so that computing it outweighs calling it.
 SMALLER = ["data.sequence_length=64", "train.global_batch_size=16", "model.num_hidden_layers=2"]
+TINY = ["model.hidden_size=32", "model.intermediate_size=64"]
 
 
 def test_one_device_at_stage_0_costs_no_more_than_a_plain_jitted_step():
@@ -44,11 +45,25 @@ def test_the_arms_of_the_benchmark_train_alike():
         np.testing.assert_allclose(other, plain, rtol=1e-5)
 
 
-def test_the_benchmark_times_three_arms_in_turn():
-    table = _bench("--rounds", "2", "model.hidden_size=32", "model.intermediate_size=64", *SMALLER)
+def test_the_benchmark_times_three_arms_in_turn_and_those_it_is_held_against():
+    other = "zero.stage=1 train.accumulation_steps=2"
+    table = _bench(*("--rounds", "2", "--against", other), *TINY, *SMALLER)
     assert table["plain jax.jit, one device"][1] == 1.0
     assert all(milliseconds > 0 for milliseconds, _ in table.values())
-    assert len(table) == 3
+    assert list(table)[2:] == ["jzero, 8 devices, stage 3", other]
+
+
+def test_an_arm_is_the_configured_run_with_its_own_settings_on_top(monkeypatch, capsys):
+    configs = {}
+    monkeypatch.setattr("jzero.bench.make_arms", lambda config, others: configs.update(others, configured=config) or {})
+    monkeypatch.setattr("jzero.bench.measure", lambda arms, rounds: {"none": [1.0]})
+    quickstart = ["--config", str(ROOT / "configs/quickstart.yaml"), "zero.stage=2"]
+    assert main([*quickstart, "--against", "zero.collectives=explicit", "--against", "zero.stage=1"]) == 0
+    seen = {name: (config.zero.stage, config.zero.collectives) for name, config in configs.items()}
+    explicit = {"zero.collectives=explicit": (2, "explicit")}
+    assert seen == {"configured": (2, "xla"), **explicit, "zero.stage=1": (1, "xla")}
+    assert main([*quickstart, "--against", "zero.stag=1"]) == 2
+    assert "zero.stag" in capsys.readouterr().err
 
 
 def _bench(*arguments: str) -> dict[str, tuple[float, float]]:
