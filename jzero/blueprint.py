@@ -120,7 +120,7 @@ class Blueprint:
         """The gradient function of an engine, to be called under jit."""
         if engine == "xla":
             return make_xla_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches)
-        points = explicit_points(self.plan)
+        points = explicit_points(self.plan, self.mesh)
         by_node = self.config.zero.group == "node"
         return make_explicit_grad_fn(
             self.model, self.loss, self.plan, self.mesh, points, num_micro_batches, by_node=by_node

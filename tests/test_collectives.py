@@ -6,6 +6,7 @@ the papers' formulas alone.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -323,3 +324,14 @@ def test_no_gathered_weight_is_kept_for_the_backward_pass(scanned, monkeypatch):
         plain.setattr("jzero.grads_explicit.forget_weights", lambda fn, points, *, gathers: fn)
         assert len(kept("explicit", scanned, plain)) >= 3  # what JAX would keep
     assert kept("explicit", scanned, monkeypatch) == set()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_gradient_is_computed_from_two_transposed_matrices(stage):
+    """XLA:CPU takes several times as long for lhs^T rhs^T, and would make one of a gradient's transposition."""
+    text = compiled(Case(stage, 1)).as_text()
+    products = re.findall(
+        r"f32\[\d+,\d+\]\S* dot\(.*?lhs_contracting_dims=\{(\d)\}, rhs_contracting_dims=\{(\d)\}", text
+    )
+    assert products
+    assert ("0", "1") not in products
