@@ -136,7 +136,7 @@ class Blueprint:
         try:
             step.trace(self.abstract_state(), self._abstract_batch(batch))
         except CollectivesError as refusal:
-            if self.plan.reduce:
+            if self.config.precision.reduces_otherwise:
                 raise
             warnings.warn(f"zero.collectives = auto takes xla: {refusal}", stacklevel=2)
             return self._train_step("xla", num_micro_batches)

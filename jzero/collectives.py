@@ -27,7 +27,7 @@ def choose_collectives(config: Config, plan: Plan, *, accumulating: bool) -> Col
         raise CollectivesError(f"{refusal}; zero.collectives: xla can")
     if asked != "auto":
         return Collectives(asked, "as configured")
-    if config.precision.reduce not in (None, config.precision.compute):
+    if config.precision.reduces_otherwise:
         if refusal:
             raise CollectivesError(f"{refusal}; zero.collectives: xla can, with precision.reduce: null")
         return Collectives("explicit", f"auto: xla cannot reduce in precision.reduce = {config.precision.reduce}")

@@ -9,8 +9,9 @@ from jzero.errors import CollectivesError
 from jzero.jaxprs import Program, own_equations, subprograms
 from jzero.usepoint import is_use_point
 
-# What may be done to a stored array before it is read: a layer is taken out of a stack.
-_TAKES_LAYERS = frozenset({"slice", "dynamic_slice", "squeeze", "reshape", "copy"})
+# What may be done to a stored array, and to its carrier, before it is read: a layer is taken out of a stack, or no
+# gradient wanted.
+_HANDS_ON = frozenset({"slice", "dynamic_slice", "squeeze", "reshape", "copy", "stop_gradient"})
 
 
 def read_once(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -60,7 +61,7 @@ def _raw_reads(program: Program, stored: dict[Any, str]) -> Iterator[tuple[str, 
             yield from _raw_reads(jaxpr, held)
             handed = zip(equation.outvars, jaxpr.outvars, strict=True)
             stored |= {out: held[v] for out, v in handed if not isinstance(v, core.Literal) and v in held}
-        if not inner and equation.primitive.name in _TAKES_LAYERS:
+        if not inner and equation.primitive.name in _HANDS_ON:
             stored |= dict.fromkeys(equation.outvars, next(iter(taken.values())))
         elif not inner:
             where = f"{equation.primitive.name} at {source_info_util.summarize(equation.source_info)}"

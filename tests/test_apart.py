@@ -196,6 +196,20 @@ def test_reading_all_parameters_is_no_raw_read():
     assert xla["grad_norm"] != step(toys.scanned_decoder, toys.token_loss, "xla", batch, 3)["grad_norm"]
 
 
+def test_a_frozen_copy_of_the_model_is_no_raw_read():
+    """A teacher made of the student's own parameters: stop_gradient is handed the stored arrays."""
+
+    def loss(model, batch):
+        graphdef, state = nnx.split(model)
+        teacher = nnx.merge(graphdef, jax.lax.stop_gradient(state))
+        return jnp.mean(jnp.square(model(batch["x"]) - 0.9 * teacher(batch["x"]) - batch["y"]))
+
+    batch = toys.square_batch(ROWS, 0)
+    found = [step(toys.mlp, loss, engine, batch, 3) for engine in ("xla", "explicit")]
+    np.testing.assert_allclose(found[1]["grad_norm"], found[0]["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(found[1]["loss"], found[0]["loss"], rtol=1e-5)
+
+
 # Placement by the model itself.
 
 

@@ -78,12 +78,11 @@ class Config(Section):
                 f"loss_scale.{name} = {shown(value)}: only float16 needs a loss scale, and precision.compute = "
                 f"{self.precision.compute}; set precision: fp16, or drop it",
             )
-        reduce, compute = self.precision.reduce, self.precision.compute
-        if self.zero.collectives == "xla" and reduce not in (None, compute):
+        if self.zero.collectives == "xla" and self.precision.reduces_otherwise:
             yield Fault(
                 ("precision.reduce", "zero.collectives", "precision.compute", "precision.preset"),
-                f"precision.reduce = {reduce}: zero.collectives = xla sums gradients over devices in "
-                f"precision.compute = {compute}; set zero.collectives: explicit or auto",
+                f"precision.reduce = {self.precision.reduce}: zero.collectives = xla sums gradients over devices in "
+                f"precision.compute = {self.precision.compute}; set zero.collectives: explicit or auto",
             )
         size, end = self.model.vocab_size, self.data.end_token_id
         if self.data.tokenizer is None and size is None:

@@ -33,6 +33,11 @@ class PrecisionConfig(Section):
     keep_float32: tuple[Text, ...] = ()  # parameters that stay float32 at rest and in the model; path patterns
     stochastic_rounding: Flag = False  # of weights that are stored in bfloat16; the optimizer's state always is
 
+    @property
+    def reduces_otherwise(self) -> bool:
+        """Whether gradients are to be summed over devices in another dtype than they are computed in."""
+        return self.reduce not in (None, self.compute)
+
     @classmethod
     def complete(cls, given: Any) -> Any:
         given = {"preset": given} if isinstance(given, str) else given
