@@ -158,8 +158,7 @@ def on(meshes, stages):
 
 EIGHT = [Case(stage, k) for stage, k in STAGES]
 LISTED = [Case(stage, k, scanned=False) for stage, k in STAGES]
-QUICK = [*EIGHT, *on(NODES[:1], [(0, 4), (3, 4)]), *on(NODES[1:2], [(2, 4)]), *on(NODES[2:], [(1, 4)])]
-QUICK += [Case(3, 4, data=3), Case(2, 4, scanned=False)]
+QUICK = [*EIGHT, *on(NODES[:1], [(0, 4), (3, 4)]), Case(3, 4, data=3)]
 ALL = [*EIGHT, *on(NODES + OTHERS, STAGES), *(Case(stage, k, data=3) for stage, k in STAGES), *LISTED]
 
 

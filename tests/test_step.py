@@ -635,7 +635,8 @@ def test_gathers_carry_the_compute_dtype(precision, gathered, micro_batches):
     }
     made = prepare(toys.mlp, lambda model, batch: jnp.mean(model(batch)), None, config)
     state = map_leaves(lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype), plan_tree(made.plan))
-    traced = made.train_step(micro_batches).trace(state, jax.ShapeDtypeStruct((ROWS, 7), gathered))
+    batch = jax.ShapeDtypeStruct((ROWS, 7), gathered)
+    traced = made.train_step(micro_batches, batch).trace(state, batch)
     to_whole: dict[tuple[int, ...], list[Any]] = {leaf.stored_shape: [] for leaf in made.plan.params.values()}
     assert len(to_whole) == 4, "shapes tell the parameters apart"
     for equation in equations(traced.jaxpr):
