@@ -1,5 +1,6 @@
 """Whether devices can compute a loss apart, each on its own rows: told from the program, before it is compiled."""
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from jzero.errors import CollectivesError
 from jzero.jaxprs import equations
 from jzero.leaf import axis_names
 from jzero.mesh import BATCH_AXES
-from jzero.mixing import Effect, batch_flow
+from jzero.mixing import Effect, Term, batch_flow
 from jzero.reads import assert_reads, read_once
 
 
@@ -24,9 +25,10 @@ def computed_apart(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         try:
             program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             if "with_sharding_constraint" in str(error):  # by a PartitionSpec alone
                 raise _pinned(str(error)) from error
+            _assert_any_rows(fn, args, error)
             raise
         _assert_not_pinned(program)
         _assert_sums(fn, args, program, out)
@@ -36,6 +38,17 @@ def computed_apart(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(out), outputs)
 
     return run
+
+
+def _assert_any_rows(fn: Callable[..., Any], args: tuple[Any, ...], error: Exception) -> None:
+    """Raise CollectivesError where a loss that cannot be traced for a device's rows can be for all."""
+    rows = jax.tree.leaves(args[3])[0].shape[0]
+    everything = rows * math.prod(jax.lax.axis_size(axis) for axis in BATCH_AXES)
+    if everything > rows and _of_rows(fn, args, everything):
+        raise CollectivesError(
+            f"the model or the loss takes a micro-batch of {everything} rows, but not the {rows} that each device has "
+            f"of it under zero.collectives = explicit ({error}); set zero.collectives: xla"
+        ) from error
 
 
 def _assert_not_pinned(program: core.ClosedJaxpr) -> None:
@@ -67,6 +80,19 @@ def _assert_sums(fn: Callable[..., Any], args: tuple[Any, ...], program: core.Cl
                 "device sees its own rows alone. If it divides by something counted over rows, return "
                 "jzero.WeightedLoss(total, weight); else set zero.collectives: xla"
             )
+    total, weight = sums.loss.total.effect, sums.loss.weight.effect
+    if weight is Effect.SHIFTED or (total is Effect.SHIFTED and weight is Effect.SUM):
+        raise CollectivesError(
+            f"the {'weight' if weight is Effect.SHIFTED else 'total'} of the loss is a sum over rows with something "
+            "added that is not, which zero.collectives = explicit would count once on each device. Let it grow with "
+            "the weight (penalty * weight), or set zero.collectives: xla"
+        )
+    if any(isinstance(term, Term) and term.clipped for term in sums.loss.weight.terms):
+        warnings.warn(
+            "the weight of the loss has a bound, max(count, 1) say, which under zero.collectives = explicit each "
+            "device reaches by its own rows; leave it out: a weight of zero is no trouble",
+            stacklevel=2,
+        )
     weight = sums.loss.weight.value
     if weight and (more := _of_rows(fn, args, 3 * num_rows)) and _flows(more, args, out)[0].loss.weight.value == weight:
         raise CollectivesError(

@@ -6,8 +6,8 @@ from typing import Any
 from jax.extend import core, source_info_util
 
 from jzero.errors import CollectivesError
-from jzero.jaxprs import Program, own_equations, subprograms
-from jzero.usepoint import is_use_point
+from jzero.jaxprs import Program, equations, own_equations, subprograms
+from jzero.usepoint import carried_gradient, is_use_point
 
 # What may be done to a stored array, and to its carrier, before it is read: a layer is taken out of a stack, or no
 # gradient wanted.
@@ -34,10 +34,18 @@ def read_once(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 def assert_reads(program: core.ClosedJaxpr, stored: Mapping[Any, str]) -> None:
     """Raise CollectivesError where a program takes a stored array as it is, past its use point: there is no gradient
-    of that where the loss is differentiated by carriers, and at stage 3 the array is a device's part.
+    of that where the loss is differentiated by carriers, and at stage 3 the array is a device's part. And where it
+    differentiates by one: that gradient goes to the carrier.
 
     stored: the path of each input variable that holds a parameter.
     """
+    for equation in equations(program):
+        if path := carried_gradient(equation):
+            raise CollectivesError(
+                f"{path}: the loss differentiates by the model itself; under zero.collectives = explicit the gradient "
+                "is a device's own, and not where the parameter is. Set zero.collectives: xla, or differentiate by "
+                "nnx.to_pure_dict of its state"
+            )
     for path, where in _raw_reads(program, dict(stored)):
         raise CollectivesError(
             f"{path}: the model or the loss takes the stored array instead of reading the parameter ({where}); under "

@@ -16,6 +16,7 @@ from jzero.errors import PlanError
 from jzero.jaxprs import own_equations
 
 _NAME = "jzero_use_point"
+_GRADIENT = "jzero_gradient:"
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,18 @@ def _read_backward(use: UsePoint, dropped: int, _: None, cotangent: jax.Array) -
         pad[use.dim - dropped] = (0, use.stored_shape[use.dim] - use.shape[use.dim])
         cotangent = jnp.pad(cotangent, pad)
     gradient = use.scatter(cotangent, dropped)
-    return (None, gradient) if use.carried else (gradient.astype(use.stored_dtype), None)
+    if use.carried:
+        return None, checkpoint_name(gradient, f"{_GRADIENT}{use.path}")
+    return gradient.astype(use.stored_dtype), None
 
 
 _read.defvjp(_read_forward, _read_backward)
+
+
+def carried_gradient(equation: core.JaxprEqn) -> str | None:
+    """The path of the parameter whose gradient, on its way to a carrier, an equation makes."""
+    name = str(equation.params.get("name", ""))
+    return name.removeprefix(_GRADIENT) if name.startswith(_GRADIENT) else None
 
 
 def is_use_point(primitive: core.Primitive, params: Mapping[str, Any]) -> bool:

@@ -95,6 +95,58 @@ def test_a_loss_that_mixes_rows_is_refused_and_xla_does_it(model, loss, told, ro
         step(model, loss, "explicit", batch)
 
 
+def squared_errors(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean(-1)
+
+
+def penalty_in_the_total(model, batch):
+    sums = sum_and_count(model, batch)
+    return jzero.WeightedLoss(sums.total + jnp.square(model.up.kernel[...]).sum(), sums.weight)
+
+
+def one_more_in_the_weight(model, batch):
+    sums = sum_and_count(model, batch)
+    return jzero.WeightedLoss(sums.total, sums.weight + 1)
+
+
+def chosen_and_rejected(model, batch):
+    """The first half of the rows against the second."""
+    chosen, rejected = jnp.split(squared_errors(model, batch), 2)
+    return jax.nn.softplus(chosen - rejected).mean()
+
+
+def gradient_penalty(model, batch):
+    """By the model itself: the gradient would go where no one looks."""
+    inner = nnx.grad(lambda model: jnp.square(model(jnp.ones((2, 7)))).mean())(model)
+    return toys.square_loss(model, batch) + jnp.square(inner["up"]["kernel"][...]).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (penalty_in_the_total, "the total of the loss is a sum over rows with something added"),
+        (one_more_in_the_weight, "the weight of the loss is a sum over rows with something added"),
+        (chosen_and_rejected, "takes a micro-batch of 24 rows, but not the 3 .*does not result in an equal division"),
+        (gradient_penalty, r"(down|up)/\w+: the loss differentiates by the model itself"),
+        (lambda model, batch: jnp.var(model(batch["x"]), axis=0).mean(), r"no sum .*: \w+ at .*test_apart\.py:\d+"),
+    ],
+)
+def test_other_losses_that_devices_cannot_compute_apart_are_refused(loss, told):
+    batch = toys.square_batch(24, 0)
+    assert np.isfinite(step(toys.mlp, loss, "xla", batch)["loss"])
+    with pytest.raises(CollectivesError, match=rf"(?s){told}.*zero\.collectives: xla"):
+        step(toys.mlp, loss, "explicit", batch)
+
+
+def test_a_bound_on_the_weight_is_warned_of():
+    def loss(model, batch):
+        sums = sum_and_count(model, batch)
+        return jzero.WeightedLoss(sums.total, jnp.maximum(sums.weight, 1))
+
+    with pytest.warns(UserWarning, match=r"the weight of the loss has a bound"):
+        step(toys.mlp, loss, "explicit", toys.square_batch(24, 0))
+
+
 def test_auto_takes_xla_for_it_and_says_so():
     """Two micro-batches at stage 1: explicit, if only it could."""
     batch = toys.square_batch(ROWS, 0)

@@ -202,6 +202,7 @@ def test_the_reference_learns_and_is_clipped_now_and_then(reference):
 PRODUCT = [
     Arm(*values, collectives=collectives)
     for collectives, *values in product(("xla", "explicit"), (0, 1, 2, 3), (1, 2, 3, 8), (1, 4), ("scanned", "listed"))
+    if collectives == "xla" or values[1] >= 3  # fewer devices tell nothing more of it
 ]
 EXPLICIT_BY_DEFAULT = {(0, 8, 4, "listed"), (1, 3, 4, "scanned"), (2, 8, 4, "scanned"), (3, 3, 1, "listed")}
 
@@ -255,7 +256,9 @@ MESHES = [
     # Over the replicas it sums once a step, at stage 0 by nodes.
     *(
         Arm(stage, 8, accumulation, "scanned", replica, *groups, collectives="explicit")
-        for replica, groups, stage, accumulation in product((2, 4), GROUPS, (0, 1, 2, 3), (1, 4))
+        for replica, groups, (stage, accumulation) in product(
+            (2, 4), GROUPS, ((0, 4), (1, 1), (1, 4), (2, 4), (3, 1), (3, 4))
+        )
     ),
 ]
 

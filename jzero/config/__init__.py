@@ -82,7 +82,8 @@ class Config(Section):
             yield Fault(
                 ("precision.reduce", "zero.collectives", "precision.compute", "precision.preset"),
                 f"precision.reduce = {self.precision.reduce}: zero.collectives = xla sums gradients over devices in "
-                f"precision.compute = {self.precision.compute}; set zero.collectives: explicit or auto",
+                f"precision.compute = {self.precision.compute}; set zero.collectives: explicit or auto, or "
+                "precision.reduce: null",
             )
         size, end = self.model.vocab_size, self.data.end_token_id
         if self.data.tokenizer is None and size is None:

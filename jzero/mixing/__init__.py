@@ -5,7 +5,7 @@ the loss is a sum over rows. A contrastive loss, batch statistics or a mean over
 is called MIXED certainly is; what the rules do not know is UNKNOWN.
 """
 
-from jzero.mixing.flow import Effect, Flow
+from jzero.mixing.flow import Effect, Flow, Term
 from jzero.mixing.programs import batch_flow
 
-__all__ = ["Effect", "Flow", "batch_flow"]
+__all__ = ["Effect", "Flow", "Term", "batch_flow"]

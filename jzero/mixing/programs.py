@@ -29,6 +29,7 @@ from jzero.mixing.flow import (
 
 # A loop whose flows still change after so many rounds is not followed.
 MOST_ROUNDS = 8
+NOWHERE = " at "
 
 
 def batch_flow(program: core.ClosedJaxpr, rows: Sequence[bool]) -> list[Flow]:
@@ -90,7 +91,14 @@ def _settled(equation: core.JaxprEqn, output: Any, flow: Flow, ins: list[Flow]) 
 
 def _call(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
     inner = subprograms(equation)
-    return _follow(inner[0], ins) if len(inner) == 1 else UNKNOWN
+    if len(inner) != 1:
+        return UNKNOWN
+    # Inside jnp.var and its like no line is the user's; that of the call is.
+    here = f" at {source_info_util.summarize(equation.source_info)}"
+    return [
+        replace(f, where=f.where.removesuffix(NOWHERE) + here) if f.where.endswith(NOWHERE) else f
+        for f in _follow(inner[0], ins)
+    ]
 
 
 def _cond(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
