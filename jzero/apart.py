@@ -73,30 +73,31 @@ def _assert_sums(fn: Callable[..., Any], args: tuple[Any, ...], program: core.Cl
                 f"{path}: the model computes this state from the batch (batch statistics, say), and under "
                 "zero.collectives = explicit a device sees its own rows alone; set zero.collectives: xla"
             )
-    for part in (sums.loss.total, sums.loss.weight):
+    total, weight = sums.loss.total, sums.loss.weight
+    for part in (total, weight):
         if part.effect is Effect.MIXED:
             raise CollectivesError(
                 f"the loss is no sum over the rows of its batch: {part.where}. Under zero.collectives = explicit a "
                 "device sees its own rows alone. If it divides by something counted over rows, return "
                 "jzero.WeightedLoss(total, weight); else set zero.collectives: xla"
             )
-    total, weight = sums.loss.total.effect, sums.loss.weight.effect
-    if weight is Effect.SHIFTED or (total is Effect.SHIFTED and weight is Effect.SUM):
+    shifted = [part.effect is Effect.SHIFTED for part in (total, weight)]
+    if shifted[1] or (shifted[0] and weight.effect is Effect.SUM):
         raise CollectivesError(
-            f"the {'weight' if weight is Effect.SHIFTED else 'total'} of the loss is a sum over rows with something "
+            f"the {'weight' if shifted[1] else 'total'} of the loss is a sum over rows with something "
             "added that is not, which zero.collectives = explicit would count once on each device. Let it grow with "
             "the weight (penalty * weight), or set zero.collectives: xla"
         )
-    if any(isinstance(term, Term) and term.clipped for term in sums.loss.weight.terms):
+    if any(isinstance(term, Term) and term.clipped for term in weight.terms):
         warnings.warn(
             "the weight of the loss has a bound, max(count, 1) say, which under zero.collectives = explicit each "
             "device reaches by its own rows; leave it out: a weight of zero is no trouble",
             stacklevel=2,
         )
-    weight = sums.loss.weight.value
-    if weight and (more := _of_rows(fn, args, 3 * num_rows)) and _flows(more, args, out)[0].loss.weight.value == weight:
+    more = _of_rows(fn, args, 3 * num_rows) if weight.value else None
+    if more and _flows(more, args, out)[0].loss.weight.value == weight.value:
         raise CollectivesError(
-            f"the loss has a weight of {weight:g} however many rows the batch has, and under zero.collectives = "
+            f"the loss has a weight of {weight.value:g} however many rows the batch has, and under zero.collectives = "
             "explicit the weights of all devices add up; let it grow with the rows (or return the mean, a scalar), or "
             "set zero.collectives: xla"
         )

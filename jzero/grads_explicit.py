@@ -7,7 +7,7 @@ no full gradient ever stands, although the parameters are whole.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -195,9 +195,7 @@ def _held_shape(leaf: LeafPlan, axis_sizes: Mapping[str, int]) -> tuple[int, ...
 
 def _manual_spec(leaf: LeafPlan) -> PartitionSpec:
     """The leaf's placement over the ZeRO axes alone."""
-    if leaf.dim is None or not leaf.zero_axes:
-        return PartitionSpec()
-    return PartitionSpec(*(None,) * leaf.dim, leaf.zero_axes)
+    return replace(leaf, own_spec=(None,) * len(leaf.shape)).spec
 
 
 def _sum_over(axes: tuple[str, ...], tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 Program = core.ClosedJaxpr | core.Jaxpr
 
@@ -17,7 +17,17 @@ def equations(program: Program) -> Iterator[core.JaxprEqn]:
 
 def own_equations(program: Program) -> list[core.JaxprEqn]:
     """A program's own equations, without those of the programs they hold."""
-    return program.jaxpr.eqns if isinstance(program, core.ClosedJaxpr) else program.eqns
+    return opened(program).eqns
+
+
+def opened(program: Program) -> core.Jaxpr:
+    """A program without its constants."""
+    return program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+
+
+def source_line(equation: core.JaxprEqn) -> str:
+    """Where the user's code makes an equation, as "model.py:12:8 (loss)"; empty where only JAX's own does."""
+    return source_info_util.summarize(equation.source_info)
 
 
 def replace_equations(program: Program, new: list[core.JaxprEqn]) -> Program:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from jzero.errors import CollectivesError
-from jzero.jaxprs import Program, equations, own_equations, subprograms
+from jzero.jaxprs import Program, equations, opened, own_equations, source_line, subprograms
 from jzero.usepoint import carried_gradient, is_use_point
 
 # What may be done to a stored array, and to its carrier, before it is read: a layer is taken out of a stack, or no
@@ -62,26 +62,22 @@ def _raw_reads(program: Program, stored: dict[Any, str]) -> Iterator[tuple[str, 
         taken = {i: stored[v] for i, v in enumerate(equation.invars) if not isinstance(v, core.Literal) and v in stored}
         if not taken:
             continue
-        inner = _aligned(equation)
-        for body, skipped in inner:
-            jaxpr = body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
-            held = {jaxpr.invars[i - skipped]: path for i, path in taken.items() if i >= skipped}
-            yield from _raw_reads(jaxpr, held)
-            handed = zip(equation.outvars, jaxpr.outvars, strict=True)
+        skipped, bodies = _aligned(equation)
+        for body in bodies:
+            held = {body.invars[i - skipped]: path for i, path in taken.items() if i >= skipped}
+            yield from _raw_reads(body, held)
+            handed = zip(equation.outvars, body.outvars, strict=True)
             stored |= {out: held[v] for out, v in handed if not isinstance(v, core.Literal) and v in held}
-        if not inner and equation.primitive.name in _HANDS_ON:
+        if not bodies and equation.primitive.name in _HANDS_ON:
             stored |= dict.fromkeys(equation.outvars, next(iter(taken.values())))
-        elif not inner:
-            where = f"{equation.primitive.name} at {source_info_util.summarize(equation.source_info)}"
+        elif not bodies:
+            where = f"{equation.primitive.name} at {source_line(equation)}"
             yield from ((path, where) for path in taken.values())
 
 
-def _aligned(equation: core.JaxprEqn) -> list[tuple[Program, int]]:
-    """The programs that an equation runs on its operands, one for one but for the first few, which are left out."""
-    first = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}.get(equation.primitive.name, 0)
-    bodies = [(body, body.jaxpr if isinstance(body, core.ClosedJaxpr) else body) for body in subprograms(equation)]
-    return [
-        (body, first)
-        for body, jaxpr in bodies
-        if len(jaxpr.invars) == len(equation.invars) - first and len(jaxpr.outvars) == len(equation.outvars)
-    ]
+def _aligned(equation: core.JaxprEqn) -> tuple[int, list[core.Jaxpr]]:
+    """The programs that an equation runs on its operands, one for one but for the first so many, which are left out."""
+    skipped = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}.get(equation.primitive.name, 0)
+    wanted = len(equation.invars) - skipped, len(equation.outvars)
+    bodies = map(opened, subprograms(equation))
+    return skipped, [body for body in bodies if (len(body.invars), len(body.outvars)) == wanted]

@@ -108,18 +108,6 @@ def complex_apply(params: Any, x: jax.Array) -> jax.Array:
     return jnp.real(y * y)
 
 
-class Megatron(nnx.Module):
-    """A pair of matrices that the model itself splits over the tensor axis."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        split = lambda *spec: nnx.with_partitioning(nnx.initializers.lecun_normal(), spec)
-        self.up = nnx.Linear(7, 10, kernel_init=split(None, "tensor"), rngs=rngs)
-        self.down = nnx.Linear(10, 5, kernel_init=split("tensor", None), rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(nnx.tanh(self.up(x)))
-
-
 def weighted_loss(model: Any, batch: Any) -> tuple[jzero.WeightedLoss, dict[str, Any]]:
     """Rows weigh from nothing to a thousand, those of the first eighth of a batch nothing. Metrics of each kind."""
     errors, weights = jnp.square(model(batch["x"]) - batch["y"]).mean(-1), row_weights(batch["x"])
@@ -167,9 +155,11 @@ CASES = {
             "log": {"grad_norms": ["up/*", "*/bias"], "grad_histogram": True},
         }
     ),
-    "tensor": Case(lambda rngs: Megatron(rngs), mesh={"data": 4, "tensor": 2}),
+    "tensor": Case(lambda rngs: toys.Megatron(rngs), mesh={"data": 4, "tensor": 2}),
     "tensor, nodes": Case(
-        lambda rngs: Megatron(rngs), mesh={"replica": 2, "data": 2, "tensor": 2}, config={"zero": {"group": "node"}}
+        lambda rngs: toys.Megatron(rngs),
+        mesh={"replica": 2, "data": 2, "tensor": 2},
+        config={"zero": {"group": "node"}},
     ),
     "adafactor": Case(optimizer=optax.adafactor(0.05, min_dim_size_to_factor=4)),
     "adamw8bit": Case(optimizer=optax.chain(scale_by_adam8bit(0.9, 0.999, 1e-8, min_elements=1), optax.scale(-0.01))),

@@ -147,23 +147,11 @@ def test_replica_groups_with_optima_of_their_own_train_on_the_whole_batch(zero):
     np.testing.assert_allclose(engine.params()["kernel"], stepped(slice(None)), rtol=1e-6, atol=1e-6)
 
 
-class Megatron(nnx.Module):
-    """A pair of matrices that the model itself splits over the tensor axis."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        split = lambda *spec: nnx.with_partitioning(nnx.initializers.lecun_normal(), spec)
-        self.up = nnx.Linear(7, 10, kernel_init=split(None, "tensor"), rngs=rngs)
-        self.down = nnx.Linear(10, 5, kernel_init=split("tensor", None), rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(nnx.tanh(self.up(x)))
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_tensor_axis_changes_neither_norm_nor_clipping(stage):
     """Elements that lie on two tensor shards, or in copies on both, count once."""
     batch = toys.square_batch(ROWS, 0)
-    build = lambda rngs: Megatron(rngs)
+    build = lambda rngs: toys.Megatron(rngs)
     one = start(build, toys.square_loss, optax.sgd(1.0), 0, 1)
     before = one.params()
     norm = float(one.step(batch)["grad_norm"])

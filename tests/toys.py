@@ -90,6 +90,18 @@ class MLP(nnx.Module):
         return self.down(nnx.tanh(self.up(x)))
 
 
+class Megatron(nnx.Module):
+    """A pair of matrices that the model itself splits over the tensor axis."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        split = lambda *spec: nnx.with_partitioning(nnx.initializers.lecun_normal(), spec)
+        self.up = nnx.Linear(7, 10, kernel_init=split(None, "tensor"), rngs=rngs)
+        self.down = nnx.Linear(10, 5, kernel_init=split("tensor", None), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.tanh(self.up(x)))
+
+
 def scanned_decoder(rngs: nnx.Rngs) -> Decoder:
     return Decoder(rngs, scanned=True)
 

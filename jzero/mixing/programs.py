@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core
 
-from jzero.jaxprs import Program, own_equations, subprograms
+from jzero.jaxprs import Program, opened, own_equations, source_line, subprograms
 from jzero.mixing import elements, products, shapes
 from jzero.mixing.elements import Rule, dtype_of, inexact
 from jzero.mixing.flow import (
@@ -47,7 +47,7 @@ def batch_flow(program: core.ClosedJaxpr, rows: Sequence[bool]) -> list[Flow]:
 
 
 def _follow(program: Program, inputs: Sequence[Flow]) -> list[Flow]:
-    jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+    jaxpr = opened(program)
     known: dict[Any, Flow] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Flow:
@@ -85,7 +85,7 @@ def _settled(equation: core.JaxprEqn, output: Any, flow: Flow, ins: list[Flow]) 
     if flow.effect is not Effect.MIXED:
         return settled(flow, "")
     before = [f.where for f in (flow, *ins) if f.effect is Effect.MIXED and f.where]
-    here = f"{equation.primitive.name} at {source_info_util.summarize(equation.source_info)}"
+    here = f"{equation.primitive.name} at {source_line(equation)}"
     return settled(flow, before[0] if before else here)
 
 
@@ -94,7 +94,7 @@ def _call(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
     if len(inner) != 1:
         return UNKNOWN
     # Inside jnp.var and its like no line is the user's; that of the call is.
-    here = f" at {source_info_util.summarize(equation.source_info)}"
+    here = f" at {source_line(equation)}"
     return [
         replace(f, where=f.where.removesuffix(NOWHERE) + here) if f.where.endswith(NOWHERE) else f
         for f in _follow(inner[0], ins)
