@@ -71,11 +71,12 @@ class _Scatter:
     on_cpu: bool
 
     def __call__(self, array: jax.Array, dropped: int) -> jax.Array:
-        if self.on_cpu and array.ndim == 2:
-            # XLA:CPU turns the transposition of a gradient into another product, lhs^T rhs^T, which takes 2.8 times as
-            # long (measured: [1024,128]^T [384,1024]^T); under the engine `xla` an all-reduce stands between.
-            array = jax.lax.optimization_barrier(array.T).T
         axes = self.leaf.zero_axes
+        if self.on_cpu and array.ndim == 2 and (dropped or not axes):
+            # XLA:CPU turns the transposition of a gradient into another product, lhs^T rhs^T, which takes 2.8 times as
+            # long (measured: [1024,128]^T [384,1024]^T); under the engine `xla` an all-reduce stands between. Not where
+            # the gradients of unrolled layers are scattered: they would take more memory on the way.
+            array = jax.lax.optimization_barrier(array.T).T
         return _scatter(self.leaf, dropped, axes, self.dtype, array) if axes else array
 
 
