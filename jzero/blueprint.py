@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import ScheduleFreeState
 
 from jzero.adam8bit import Adam8bitState
@@ -25,7 +25,7 @@ from jzero.grads_explicit import explicit_points, make_explicit_grad_fn
 from jzero.grads_xla import make_xla_grad_fn, xla_points
 from jzero.gradstats import norm_groups
 from jzero.leaf import LeafPlan, map_leaves
-from jzero.mesh import BATCH_AXES, Device, make_mesh
+from jzero.mesh import BATCH_AXES, AnyMesh, Device, abstract_mesh, make_mesh
 from jzero.model_api import Model
 from jzero.optim import averaged_weights, make_optimizer
 from jzero.plan import Plan, make_plan, trainable
@@ -42,9 +42,12 @@ def prepare(
     loss: Loss,
     optimizer: optax.GradientTransformation | None = None,
     config: Mapping[str, Any] | str | Path | Config | None = None,
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[Device] | int | None = None,
 ) -> "Blueprint":
-    """What `initialize` builds its engine from, with nothing placed: absent devices (`jzero.mesh.topology`) will do."""
+    """What `initialize` builds its engine from, with nothing placed.
+
+    devices: absent ones (`jzero.mesh.topology`) will do, to compile for. A number of them, to plan and trace only.
+    """
     config = make_config(config)
     if not callable(loss):
         raise ModelError(
@@ -52,7 +55,7 @@ def prepare(
         )
     _warn_of_lost_updates(config.precision)
     start(config.runtime)
-    mesh = make_mesh(config.mesh, devices)
+    mesh = abstract_mesh(config.mesh, devices) if isinstance(devices, int) else make_mesh(config.mesh, devices)
     accumulating = _accumulates(config.train, mesh)
     adapted = adapt(model)
     trained = {path: adapted.params[path] for path in trainable(adapted.params, config.train.frozen)}
@@ -85,7 +88,7 @@ class Blueprint:
     """All that makes an engine but its arrays."""
 
     config: Config
-    mesh: Mesh
+    mesh: AnyMesh
     model: Model
     loss: Loss
     optimizer: optax.GradientTransformation
@@ -188,11 +191,14 @@ class Blueprint:
             shardings(self.plan, self.mesh),
         )
 
+    def trace_step(self, batch: Any) -> jax.stages.Traced:
+        """The training step for a batch of (abstract) arrays as a program before compilation."""
+        step = self.train_step(self.micro_batches(batch), batch)
+        return step.trace(self.abstract_state(), self._abstract_batch(batch))
+
     def lower_step(self, batch: Any) -> jax.stages.Lowered:
         """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
-        return self.train_step(self.micro_batches(batch), batch).lower(
-            self.abstract_state(), self._abstract_batch(batch)
-        )
+        return self.trace_step(batch).lower()
 
     def _abstract_batch(self, batch: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
@@ -269,18 +275,18 @@ def _assert_only_clips(config: OptimizerConfig) -> None:
         )
 
 
-def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:
+def _accumulates(train: TrainConfig, mesh: AnyMesh) -> bool:
     """Whether the configured batch is cut into micro-batches. The default size is not asked of who owns the loop."""
     if "global_batch_size" not in train.model_fields_set:
         return train.micro_batch_size is not None or (train.accumulation_steps or 1) > 1
     return _accumulation(train, mesh) > 1
 
 
-def _accumulation(train: TrainConfig, mesh: Mesh) -> int:
+def _accumulation(train: TrainConfig, mesh: AnyMesh) -> int:
     return plan_batch(train, _num_batch_shards(mesh)).accumulation_steps
 
 
-def _num_batch_shards(mesh: Mesh) -> int:
+def _num_batch_shards(mesh: AnyMesh) -> int:
     return mesh.shape["replica"] * mesh.shape["data"]
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from rich.console import RenderableType
 
 from jzero.blueprint import Blueprint, prepare
@@ -49,6 +50,7 @@ class Engine:
     """Made by `initialize`. Holds the state; every method leaves it sharded as the plan says."""
 
     def __init__(self, blueprint: Blueprint):
+        assert isinstance(blueprint.mesh, Mesh), "an engine needs devices"
         self.config, self.mesh, self.plan = blueprint.config, blueprint.mesh, blueprint.plan
         self._blueprint = blueprint
         self._train_steps: dict[int, Any] = {}

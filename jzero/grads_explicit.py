@@ -13,21 +13,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jzero.apart import computed_apart
 from jzero.grads import GradFn, Loss, accumulating, fold, make_loss_fn, scaled, split_rows
 from jzero.leaf import LeafPlan, axis_extent
-from jzero.mesh import AXES, BATCH_AXES
+from jzero.mesh import AXES, BATCH_AXES, AnyMesh, platform_of
 from jzero.model_api import Model
 from jzero.plan import Plan
 from jzero.residuals import forget_weights
 from jzero.usepoint import UsePoint
 
 
-def explicit_points(plan: Plan, mesh: Mesh) -> dict[str, UsePoint]:
+def explicit_points(plan: Plan, mesh: AnyMesh) -> dict[str, UsePoint]:
     """The use point of every parameter, under shard_map over the batch axes."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    on_cpu = platform_of(mesh) == "cpu"
 
     def point(path: str) -> UsePoint:
         leaf = plan.params[path]
@@ -99,7 +99,7 @@ def make_explicit_grad_fn(
     model: Model,
     loss: Loss,
     plan: Plan,
-    mesh: Mesh,
+    mesh: AnyMesh,
     points: Mapping[str, UsePoint],
     num_micro_batches: int,
     *,

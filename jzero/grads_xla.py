@@ -6,17 +6,17 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.grads import GradFn, Loss, accumulating, fold, make_loss_fn, scaled, split_rows
-from jzero.mesh import BATCH_AXES
+from jzero.mesh import BATCH_AXES, AnyMesh
 from jzero.model_api import Model
 from jzero.plan import Plan
 from jzero.residuals import forget_weights
 from jzero.usepoint import UsePoint
 
 
-def xla_points(plan: Plan, mesh: Mesh) -> dict[str, UsePoint]:
+def xla_points(plan: Plan, mesh: AnyMesh) -> dict[str, UsePoint]:
     """The use point of every parameter, over global arrays."""
 
     def point(path: str) -> UsePoint:
@@ -43,7 +43,7 @@ def xla_points(plan: Plan, mesh: Mesh) -> dict[str, UsePoint]:
 
 
 def make_xla_grad_fn(
-    model: Model, loss: Loss, plan: Plan, mesh: Mesh, points: Mapping[str, UsePoint], num_micro_batches: int
+    model: Model, loss: Loss, plan: Plan, mesh: AnyMesh, points: Mapping[str, UsePoint], num_micro_batches: int
 ) -> GradFn:
     """The gradients come in the placement of plan.gradients."""
     gathers = any(leaf.zero_axes for leaf in plan.params.values())
@@ -65,13 +65,13 @@ def make_xla_grad_fn(
     return accumulating(one, plan, num_micro_batches, split, placed)
 
 
-def split_global_rows(array: jax.Array, num_micro_batches: int, mesh: Mesh) -> jax.Array:
+def split_global_rows(array: jax.Array, num_micro_batches: int, mesh: AnyMesh) -> jax.Array:
     """`split_rows` of an array whose rows lie on all devices of the batch axes."""
     rows = split_rows(array, num_micro_batches)
     return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
 
 
-def _constrain(mesh: Mesh, specs: list[PartitionSpec], array: jax.Array, dropped: int) -> jax.Array:
+def _constrain(mesh: AnyMesh, specs: list[PartitionSpec], array: jax.Array, dropped: int) -> jax.Array:
     for spec in specs:
         array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*spec[dropped:])))
     return array

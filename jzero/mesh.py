@@ -19,6 +19,8 @@ from jzero.errors import MeshError
 
 Device: TypeAlias = Any  # jax.Device, for which jaxlib ships no types
 
+AnyMesh: TypeAlias = Mesh | AbstractMesh  # of devices, or of none: to plan and trace only
+
 AXES = ("replica", "data", "tensor")
 BATCH_AXES = ("replica", "data")
 
@@ -100,6 +102,11 @@ def _all_devices() -> list[Device]:
 def abstract_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
     """The same mesh without devices, for planning."""
     return AbstractMesh(tuple(axis_sizes(config, num_devices).values()), AXES, axis_types=_AXIS_TYPES)
+
+
+def platform_of(mesh: AnyMesh) -> str | None:
+    """The platform of a mesh's devices; None where it has none."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
 def topology(platform: str, name: str) -> list[Device]:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero.errors import PlanError
 from jzero.leaf import LeafPlan, map_leaves
+from jzero.mesh import AnyMesh
 from jzero.model_api import Model
 from jzero.plan import Plan
 from jzero.rounding import cast, widened
@@ -60,7 +61,7 @@ def plan_tree(plan: Plan) -> TrainState:
     )
 
 
-def shardings(plan: Plan, mesh: Mesh) -> TrainState:
+def shardings(plan: Plan, mesh: AnyMesh) -> TrainState:
     """A TrainState of NamedShardings, for jit."""
     return map_leaves(lambda leaf: NamedSharding(mesh, leaf.spec), plan_tree(plan))
 

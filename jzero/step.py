@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jzero.config import LossScaleConfig
 from jzero.grads import make_loss_fn
@@ -15,6 +15,7 @@ from jzero.grads_xla import split_global_rows
 from jzero.gradstats import gradient_stats
 from jzero.leaf import LeafPlan, map_leaves
 from jzero.loss_scale import update_loss_scale
+from jzero.mesh import AnyMesh
 from jzero.plan import Plan
 from jzero.rounding import cast, round_stochastically, widened
 from jzero.state import TrainState, shardings, weights_of
@@ -26,7 +27,7 @@ def make_train_step(
     grad_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     plan: Plan,
-    mesh: Mesh,
+    mesh: AnyMesh,
     *,
     elementwise: bool,
     clip_norm: float | None,
@@ -186,7 +187,7 @@ def make_eval_step(
     model: Any,
     loss: Any,
     points: Any,
-    mesh: Mesh,
+    mesh: AnyMesh,
     num_micro_batches: int,
     params_of: Callable[[TrainState], Mapping[str, Any]],
 ) -> Callable[[TrainState, Any], Metrics]:
