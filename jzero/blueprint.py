@@ -24,6 +24,7 @@ from jzero.grads import GradFn, Loss
 from jzero.grads_explicit import explicit_points, make_explicit_grad_fn
 from jzero.grads_xla import make_xla_grad_fn, xla_points
 from jzero.gradstats import norm_groups
+from jzero.hlo import GRADIENTS
 from jzero.leaf import LeafPlan, map_leaves
 from jzero.mesh import BATCH_AXES, AnyMesh, Device, abstract_mesh, make_mesh
 from jzero.model_api import Model
@@ -121,6 +122,9 @@ class Blueprint:
 
     def grad_fn(self, engine: str, num_micro_batches: int) -> GradFn:
         """The gradient function of an engine, to be called under jit."""
+        return jax.named_scope(GRADIENTS)(self._grad_fn(engine, num_micro_batches))
+
+    def _grad_fn(self, engine: str, num_micro_batches: int) -> GradFn:
         if engine == "xla":
             return make_xla_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches)
         points = explicit_points(self.plan, self.mesh)

@@ -626,6 +626,7 @@ ORDER = [
     *("mixing.flow", "mixing.elements", "mixing.shapes", "mixing.products", "mixing.programs", "mixing"),
     *("elementwise", "schedules"),
     *("adam8bit", "optim", "loss", "usepoint", "gathered", "reads", "residuals"),
+    *("hlo.parse", "hlo.groups", "hlo.collectives", "hlo.memory", "hlo"),
     *("model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("apart", "grads", "grads_xla", "grads_explicit", "collectives", "state", "step"),
     *("manifest", "checkpoint", "report", "blueprint", "warm_start", "engine"),
