@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ _GROUPS = re.compile(
     r"|\{(?P<list>(?:\{[\d,]*\},?)*)\})"
 )
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 _IOTA = re.compile(r"^(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 
 
@@ -78,18 +79,14 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> Groups:
     order = np.arange(math.prod(extents.values())) if ids is None else _iota(ids).reshape(-1)
     parts: list[int] = []  # the mesh's extents, cut where axes are
     kept: list[int] = []
-    cuts = {name: (int(before or 1), int(size or 0)) for name, before, size in _axes(axes)}
     for name, extent in extents.items():
-        before, size = cuts.get(name, (extent, 1))
-        size = size or extent
-        parts += [before, size, extent // before // size]
-        if name in cuts:
-            kept.append(len(parts) - 2)
+        cuts = [(int(outer or 1), int(size or extent)) for other, outer, size in _AXIS.findall(axes) if other == name]
+        edges = sorted({1, extent, *(edge for outer, size in cuts for edge in (outer, outer * size))})
+        for low, high in pairwise(edges):
+            if any(outer <= low < outer * size for outer, size in cuts):
+                kept.append(len(parts))
+            parts.append(high // low)
     return _groups(_rows(order.reshape(parts), kept))
-
-
-def _axes(text: str) -> list[tuple[str, str, str]]:
-    return re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", text)
 
 
 def _iota(text: str) -> np.ndarray:
