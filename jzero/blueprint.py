@@ -204,6 +204,11 @@ class Blueprint:
         """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
         return self.trace_step(batch).lower()
 
+    def program(self, batch: Any) -> "TrainProgram":
+        """The training step for a batch of (abstract) arrays, compiled."""
+        traced = self.trace_step(batch)
+        return TrainProgram(self, self.micro_batches(batch), traced, traced.lower().compile())
+
     def _abstract_batch(self, batch: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
 
@@ -235,6 +240,17 @@ class Blueprint:
                 f"(replica x data); give {rows - rows % shards or shards} or {rows + -rows % shards}."
             )
         return rows
+
+
+@dataclass(frozen=True)
+class TrainProgram:
+    """A training step: what it is made from, over how many micro-batches, as traced and as compiled.
+    compiled(state, batch) -> (state, metrics); the given state is consumed."""
+
+    blueprint: Blueprint
+    num_micro_batches: int
+    traced: jax.stages.Traced
+    compiled: jax.stages.Compiled
 
 
 def _warn_of_lost_updates(precision: PrecisionConfig) -> None:

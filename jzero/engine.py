@@ -3,7 +3,6 @@ their loop; the trainer drives one too."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from rich.console import RenderableType
 
-from jzero.blueprint import Blueprint, prepare
+from jzero.blueprint import Blueprint, TrainProgram, prepare
 from jzero.checkpoint import ArrayTarget, Checkpointer
 from jzero.config import Config
 from jzero.errors import ConfigError, DataError, UserError
@@ -79,7 +78,7 @@ class Engine:
         self.state, metrics = compiled(state, batch)
         return metrics
 
-    def program(self, batch: Any = None) -> "TrainProgram":
+    def program(self, batch: Any = None) -> TrainProgram:
         """The training step that `step` runs for a batch of (abstract) arrays, compiled once for each shape of batch.
         None: the one that was compiled last. Raises UserError where there is none."""
         if batch is None:
@@ -90,8 +89,7 @@ class Engine:
         leaves, structure = jax.tree.flatten(abstract)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._programs:
-            traced = self._blueprint.trace_step(abstract)
-            self._programs[key] = TrainProgram(self._blueprint, traced, traced.lower().compile())
+            self._programs[key] = self._blueprint.program(abstract)
         return self._programs[key]
 
     @property
@@ -238,16 +236,6 @@ class Engine:
                 "engine.model() or a saved checkpoint instead of a state from before a step."
             )
         return self.state
-
-
-@dataclass(frozen=True)
-class TrainProgram:
-    """A training step: what it is made from, as traced and as compiled. compiled(state, batch) -> (state, metrics); the
-    given state is consumed."""
-
-    blueprint: Blueprint
-    traced: jax.stages.Traced
-    compiled: jax.stages.Compiled
 
 
 def _narrow(x: Any) -> np.ndarray:

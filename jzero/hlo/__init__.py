@@ -8,6 +8,8 @@ from jzero.hlo.collectives import KINDS as KINDS
 from jzero.hlo.collectives import Collective as Collective
 from jzero.hlo.collectives import collectives as collectives
 from jzero.hlo.collectives import crosses_nodes as crosses_nodes
+from jzero.hlo.loops import Loop as Loop
+from jzero.hlo.loops import loops as loops
 from jzero.hlo.memory import Memory as Memory
 from jzero.hlo.memory import memory as memory
 from jzero.hlo.parse import Instruction as Instruction

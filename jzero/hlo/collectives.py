@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+from jzero.hlo.frames import Frames
 from jzero.hlo.groups import crossing, spanned
 from jzero.hlo.parse import Array, Instruction, instructions
 from jzero.mesh import AnyMesh
@@ -32,7 +33,8 @@ class Collective:
     groups are those of no set of axes. group: how many devices take part together. loops: the `while` operations around
     it, outermost first. runs: times a step, None where the trip count of a loop is unknown. phase: None where the
     program does not tell. source: the path of the parameter that it reads or whose gradient it makes, where the program
-    names it (`jzero.usepoint`); else what JAX calls the operation; else None.
+    names it (`jzero.usepoint`); else what JAX calls the operation; else None. line: where the model or the loss does
+    what it is for, as "model.py:12", where the program tells.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Collective:
     runs: int | None
     phase: Phase | None
     source: str | None
+    line: str | None = None
 
     @property
     def size(self) -> int:
@@ -73,7 +76,7 @@ class Collective:
 def collectives(text: str, mesh: AnyMesh) -> list[Collective]:
     """Every array that travels between the devices of a mesh, in the text of a program for CPU, GPU or TPU."""
     found, seen = [], set()
-    scoped, sizes = GRADIENTS in text, tuple(mesh.shape.items())
+    scoped, sizes, frames = GRADIENTS in text, tuple(mesh.shape.items()), Frames(text)
     for op in instructions(text):
         kind = op.opcode.removesuffix("-start")
         if kind not in KINDS or _identity(op) in seen:
@@ -83,7 +86,8 @@ def collectives(text: str, mesh: AnyMesh) -> list[Collective]:
         results = _results(op)
         for (dtype, shape), name in zip(results, _names(op.op_name, len(results)), strict=True):
             phase, source = _phase(name, scoped), _source(name)
-            found.append(Collective(kind, dtype, shape, axes, group, op.loops, op.runs, phase, source))
+            line = frames.line(op.text)
+            found.append(Collective(kind, dtype, shape, axes, group, op.loops, op.runs, phase, source, line))
     return found
 
 

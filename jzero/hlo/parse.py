@@ -39,7 +39,7 @@ class Instruction:
     @property
     def arrays(self) -> tuple[Array, ...]:
         """All that it returns."""
-        return tuple((d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _ARRAY.findall(self.result))
+        return arrays(self.result)
 
     @property
     def op_name(self) -> str | None:
@@ -49,7 +49,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """An instruction as it is written."""
 
     name: str
@@ -60,13 +60,18 @@ class _Line:
 
 def instructions(text: str) -> list[Instruction]:
     """The operations that a step reaches, those of a computation once for every place that calls it."""
-    computations, entry = _parse(text)
+    computations, entry = parse(text)
     return list(_walk(computations, entry, (), 1, False))
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Line]], str]:
+def arrays(result: str) -> tuple[Array, ...]:
+    """The arrays of a result type."""
+    return tuple((d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _ARRAY.findall(result))
+
+
+def parse(text: str) -> tuple[dict[str, list[Line]], str]:
     """The lines of each computation, and the name of the entry."""
-    computations: dict[str, list[_Line]] = {}
+    computations: dict[str, list[Line]] = {}
     entry, current = "", []
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -74,7 +79,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Line]], str]:
             entry = header[2] if header[1] else entry
         elif match := _INSTRUCTION.match(line):
             result, rest = _split_result(match[2])
-            current.append(_Line(match[1], result, rest.partition("(")[0], line))
+            current.append(Line(match[1], result, rest.partition("(")[0], line))
     return computations, entry
 
 
@@ -92,7 +97,7 @@ def _split_result(text: str) -> tuple[str, str]:
 
 
 def _walk(
-    computations: dict[str, list[_Line]], name: str, loops: tuple[str, ...], runs: int | None, fused: bool
+    computations: dict[str, list[Line]], name: str, loops: tuple[str, ...], runs: int | None, fused: bool
 ) -> Iterator[Instruction]:
     for line in computations[name]:
         if scatter := _TPU_REDUCE_SCATTER.search(line.text):
