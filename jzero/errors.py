@@ -42,5 +42,9 @@ class CheckpointError(UserError):
     """A checkpoint that does not fit the model, or a directory that cannot be used."""
 
 
+class AuditError(UserError):
+    """A compiled step that does otherwise than its plan, where `log.audit: error` asks to be stopped by that."""
+
+
 class NonFiniteError(JzeroError):
     """Too many steps in a row were skipped because gradients or loss were not finite."""
