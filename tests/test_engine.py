@@ -629,7 +629,7 @@ ORDER = [
     *("hlo.parse", "hlo.groups", "hlo.frames", "hlo.collectives", "hlo.loops", "hlo.memory", "hlo"),
     *("model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("apart", "grads", "grads_xla", "grads_explicit", "collectives", "state", "step"),
-    *("manifest", "checkpoint", "report", "blueprint", "traffic", "warm_start", "engine"),
+    *("manifest", "checkpoint", "report", "blueprint", "traffic", "warm_start", "out_of_memory", "engine"),
     *("auditing.finding", "auditing.placement", "auditing.explain", "auditing.report", "auditing"),
     *("data.tokenizer", "data.documents", "data.paths", "data.rows", "data.ids", "data.sources"),
     *("data.cache", "data.encode", "data.corpus", "data.windows", "data.pipeline", "data.own", "data.loader", "data"),
