@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jzero.blueprint import Blueprint
 from jzero.footprint.fusion import RULES
 from jzero.footprint.operations import Reader, Value, spec_parts
+from jzero.footprint.products import with_copies
 from jzero.footprint.peak import Moment, most
 from jzero.mesh import BATCH_AXES, abstract_mesh
 from jzero.config import MeshConfig
@@ -55,6 +56,8 @@ def find_peak(blueprint: Blueprint, traced: Any, platform: str) -> tuple[Moment,
     else:
         program, reader = _twin(blueprint, shapes, shards), Reader(sizes)
     scope = reader.read(program, [*held, *rows])
+    if RULES[platform].wide_products:
+        scope = with_copies(scope)
     free = {id(x) for x in scope.gives if x is not None}
     return most(scope, RULES[platform], free), arguments, 0
 

@@ -20,6 +20,7 @@ _REDUCTIONS = "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or r
 
 CHEAP, DEAR, REDUCTIONS = (frozenset(names.split()) for names in (_CHEAP, _DEAR, _REDUCTIONS))
 FUSED = CHEAP | DEAR
+TRIVIAL = frozenset("broadcast_in_dim iota slice dynamic_slice split transpose full empty".split())
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Rules:
 
 
 RULES = {
-    "cpu": Rules(keeps_dear=True, wide_products=True, ordered_products=True, late_products=True),
+    "cpu": Rules(keeps_dear=True, wide_products=True),
     "gpu": Rules(ordered_products=True, late_products=True),
-    "tpu": Rules(sinks=True, late_products=False),
+    "tpu": Rules(products_fuse=True, sinks=True),
 }
 
 
@@ -68,15 +69,17 @@ def standing(scope: Scope, rules: Rules) -> Standing:
     for op in scope.ops:
         if op.name not in FUSED:
             stand |= {id(x) for x in op.makes}
-        elif rules.keeps_dear and op.name in DEAR and len(readers[id(op.makes[0])]) > 1:
+        elif rules.keeps_dear and op.name not in TRIVIAL and len(readers[id(op.makes[0])]) > 1:
             stand |= {id(x) for x in op.makes}
+        if op.name == "dot_general" and rules.products_fuse:
+            stand |= {id(x) for x in op.reads if x.made is not None and x.made.name == "convert_element_type" and not x.gathered and x.bytes < x.made.reads[0].bytes}
         if _reads_memory(op, rules):
             stand |= {id(x) for x in op.reads if not (rules.sinks and op.name == "scan" and _from_nothing(x))}
     return Standing(stand & own | (stand - own), readers)
 
 
 def _reads_memory(op: Op, rules: Rules) -> bool:
-    if op.name in FUSED or op.name in REDUCTIONS:
+    if op.name in FUSED or op.name in REDUCTIONS or op.name in ("copy_operand", "widen", "round"):
         return False
     return not (op.name == "dot_general" and rules.products_fuse)
 
@@ -108,7 +111,7 @@ def sources(op: Op, stand: Standing, own: set[int]) -> list[Value]:
 
 def working_bytes(op: Op, rules: Rules) -> int:
     """What a product takes beside its operands and its result while it runs."""
-    if op.name != "dot_general" or rules.products_fuse:
+    if op.name != "dot_general" or not rules.ordered_products:
         return 0
     out = op.makes[0]
     copies = 0
