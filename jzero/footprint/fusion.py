@@ -39,10 +39,11 @@ class Rules:
     ordered_products: bool = False
     sinks: bool = False
     late_products: bool = False
+    breadth_first: bool = False
 
 
 RULES = {
-    "cpu": Rules(keeps_dear=True, wide_products=True),
+    "cpu": Rules(keeps_dear=True, wide_products=True, breadth_first=True),
     "gpu": Rules(ordered_products=True, late_products=True),
     "tpu": Rules(products_fuse=True, sinks=True),
 }

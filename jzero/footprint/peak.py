@@ -1,5 +1,6 @@
 """The most that stands at one time, going through a step's operations in their order."""
 
+from collections import deque
 from dataclasses import dataclass
 
 from jzero.footprint.fusion import FUSED, REDUCTIONS, Rules, Standing, sources, standing, working_bytes
@@ -25,6 +26,8 @@ def most(scope: Scope, rules: Rules, free: set[int]) -> Moment:
     own = {id(x) for op in scope.ops for x in op.makes}
     running = [op for op in scope.ops if any(id(x) in stand.values for x in op.makes)]
     reads = [sources(op, stand, own) for op in running]
+    if rules.breadth_first:
+        running, reads = _breadth_first(running, reads)
     if rules.late_products:
         running, reads = _late(scope, running, reads)
     last: dict[int, int] = {}
@@ -74,6 +77,26 @@ def most(scope: Scope, rules: Rules, free: set[int]) -> Moment:
             if id(x) in live and last.get(id(x), -1) <= index:
                 del live[id(x)]
     return peak
+
+
+def _breadth_first(running: list[Op], reads: list[list[Value]]) -> tuple[list[Op], list[list[Value]]]:
+    maker = {id(x): n for n, op in enumerate(running) for x in op.makes}
+    needs = [{maker[id(x)] for x in values if id(x) in maker} for values in reads]
+    users: list[list[int]] = [[] for _ in running]
+    for n, need in enumerate(needs):
+        for m in need:
+            users[m].append(n)
+    waiting = [len(need) for need in needs]
+    queue = deque(n for n, count in enumerate(waiting) if count == 0)
+    order = []
+    while queue:
+        n = queue.popleft()
+        order.append(n)
+        for user in users[n]:
+            waiting[user] -= 1
+            if waiting[user] == 0:
+                queue.append(user)
+    return [running[n] for n in order], [reads[n] for n in order]
 
 
 def _late(scope: Scope, running: list[Op], reads: list[list[Value]]) -> tuple[list[Op], list[list[Value]]]:
