@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jzero.blueprint import Blueprint
 from jzero.footprint.fusion import RULES
 from jzero.footprint.operations import Reader, Value, spec_parts
-from jzero.footprint.products import with_copies
+from jzero.footprint.products import joined, with_copies
 from jzero.footprint.peak import Moment, most
 from jzero.mesh import BATCH_AXES, abstract_mesh
 from jzero.config import MeshConfig
@@ -56,6 +56,8 @@ def find_peak(blueprint: Blueprint, traced: Any, platform: str) -> tuple[Moment,
     else:
         program, reader = _twin(blueprint, shapes, shards), Reader(sizes)
     scope = reader.read(program, [*held, *rows])
+    if RULES[platform].joins:
+        scope = joined(scope)
     if RULES[platform].wide_products:
         scope = with_copies(scope)
     free = {id(x) for x in scope.gives if x is not None}
@@ -68,6 +70,10 @@ def _twin(blueprint: Blueprint, batch: Any, shards: int) -> Any:
     config = blueprint.config
     steps = blueprint.micro_batches(batch)
     config = config.model_copy(update={"zero": config.zero.model_copy(update={"collectives": "xla"})})
-    twin = replace(blueprint, mesh=abstract_mesh(alone, alone.tensor), config=config)
+    plan = blueprint.plan
+    if steps == 1:
+        gradients = {path: replace(leaf, zero_axes=plan.weights[path].zero_axes) for path, leaf in plan.gradients.items()}
+        plan = replace(plan, gradients=gradients)
+    twin = replace(blueprint, plan=plan, mesh=abstract_mesh(alone, alone.tensor), config=config)
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // shards, *x.shape[1:]), x.dtype), batch)
     return twin.train_step(steps, rows).trace(twin.abstract_state(), rows).jaxpr

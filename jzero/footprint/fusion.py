@@ -40,11 +40,13 @@ class Rules:
     sinks: bool = False
     late_products: bool = False
     breadth_first: bool = False
+    joins: bool = False
+    whole_scatters: bool = False
 
 
 RULES = {
-    "cpu": Rules(keeps_dear=True, wide_products=True, breadth_first=True),
-    "gpu": Rules(ordered_products=True, late_products=True),
+    "cpu": Rules(keeps_dear=True, wide_products=True, breadth_first=True, joins=True),
+    "gpu": Rules(ordered_products=True, late_products=True, joins=True),
     "tpu": Rules(products_fuse=True, sinks=True),
 }
 
@@ -112,6 +114,8 @@ def sources(op: Op, stand: Standing, own: set[int]) -> list[Value]:
 
 def working_bytes(op: Op, rules: Rules) -> int:
     """What a product takes beside its operands and its result while it runs."""
+    if rules.whole_scatters and op.name in ("scatter_part", "reduce_over_devices"):
+        return sum(4 * x.elements for x in op.reads) - sum(x.bytes for x in op.makes)
     if op.name != "dot_general" or not rules.ordered_products:
         return 0
     out = op.makes[0]

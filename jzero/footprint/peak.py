@@ -105,6 +105,7 @@ def _late(scope: Scope, running: list[Op], reads: list[list[Value]]) -> tuple[li
     order: list[int] = []
     done: set[int] = set()
     wanted = set()
+    prompt: set[int] = set()
     if scope.takes:
         pending = [maker[id(x)] for x in scope.gives[: len(scope.takes)] if x is not None and id(x) in maker]
         while pending:
@@ -114,6 +115,8 @@ def _late(scope: Scope, running: list[Op], reads: list[list[Value]]) -> tuple[li
                 pending += [maker[id(x)] for x in reads[n] if id(x) in maker]
     else:
         wanted = set(range(len(running)))
+        late_to = {n for n, op in enumerate(running) if op.name == "reduce_over_devices"}
+        prompt = {maker[id(x)] for n in late_to for x in reads[n] if id(x) in maker}
 
     def run(n: int) -> None:
         if n in done:
@@ -127,7 +130,9 @@ def _late(scope: Scope, running: list[Op], reads: list[list[Value]]) -> tuple[li
     late: set[int] = set()
     for n, op in enumerate(running):
         made = [maker[id(x)] for x in reads[n] if id(x) in maker]
-        if op.name == "dot_general" or (op.name in FUSED and len(made) == 1 and made[0] in late):
+        if n in prompt:
+            run(n)
+        elif op.name == "dot_general" or (op.name in FUSED and len(made) == 1 and made[0] in late):
             late.add(n)
         elif n in wanted:
             run(n)

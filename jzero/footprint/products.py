@@ -93,3 +93,56 @@ def _widen(scan: Op) -> list[Op]:
             inner.reads = [wide if x is stack else x for x in inner.reads]
         made.append(op)
     return made
+
+
+_REDUCTIONS = ("scatter_part", "reduce_scatter", "psum", "psum2", "psum_invariant")
+
+
+def joined(scope: Scope) -> Scope:
+    """One operation for all that reduce over devices in a scope."""
+    parts = [op for op in scope.ops if op.name in _REDUCTIONS]
+    rest = [op for op in scope.ops if op.name not in _REDUCTIONS]
+    for op in rest:
+        op.bodies = [joined(body) for body in op.bodies]
+    if len(parts) < 2 or not _independent(parts):
+        return Scope(scope.ops, scope.takes, scope.gives)
+    one = Op("reduce_over_devices", [x for op in parts for x in op.reads], [x for op in parts for x in op.makes])
+    one.backward = True
+    for x in one.makes:
+        x.made = one
+    return Scope(_ordered([*rest, one]), scope.takes, scope.gives)
+
+
+def _independent(parts: list[Op]) -> bool:
+    names = {id(op) for op in parts}
+    for op in parts:
+        seen, pending = set(), list(op.reads)
+        while pending:
+            x = pending.pop()
+            if x.made is None or id(x) in seen:
+                continue
+            seen.add(id(x))
+            if id(x.made) in names:
+                return False
+            pending += x.made.reads
+    return True
+
+
+def _ordered(ops: list[Op]) -> list[Op]:
+    """The operations in an order in which none reads what a later one makes, else as they were."""
+    maker = {id(x): op for op in ops for x in op.makes}
+    done: set[int] = set()
+    order: list[Op] = []
+    for first in ops:
+        stack = [first]
+        while stack:
+            op = stack[-1]
+            missing = [maker[id(x)] for x in op.reads if id(x) in maker and id(maker[id(x)]) not in done]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            if id(op) not in done:
+                done.add(id(op))
+                order.append(op)
+    return order
