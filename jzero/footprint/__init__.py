@@ -1,27 +1,33 @@
-"""The memory of a training step on one device, predicted from the traced program: nothing is compiled."""
+"""The memory of a training step on one device, predicted from the traced program: nothing is compiled.
 
+The step is read as operations on a device's own arrays (`operations`), with what a compiler adds (`rewrites`). Of their
+results some stand and the others are computed where they are read (`standing`, by the `rules` of each compiler). Going
+through them as they run (`schedule`), the most that stands at one time is found (`peak`).
+"""
+
+import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from jzero.blueprint import Blueprint
-from jzero.footprint.fusion import RULES
-from jzero.footprint.operations import Reader, Value, spec_parts
-from jzero.footprint.products import joined, with_copies
-from jzero.footprint.peak import Moment, most
-from jzero.mesh import BATCH_AXES, abstract_mesh
 from jzero.config import MeshConfig
+from jzero.footprint.operations import Value, read_program, spec_parts
+from jzero.footprint.peak import Moment, fullest
+from jzero.footprint.rewrites import rewritten
+from jzero.footprint.rules import RULES, Platform
+from jzero.jaxprs import Program, own_equations
+from jzero.mesh import BATCH_AXES, abstract_mesh
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one device at the moment of a step when it holds most.
+    """Bytes of one device at the moment of a step when it holds most.
 
-    arguments: state and batch, exact. gathered: parameters as read. activations: kept for the backward pass.
-    temporaries: all else. outputs: those that take over no argument's memory.
+    arguments: state and batch, exact (but for a TPU's padding of small arrays). gathered: parameters as they are read.
+    activations: what the backward pass keeps of the forward pass. temporaries: all else, gradients too. outputs: those
+    that do not take the place of an argument.
     """
 
     arguments: int
@@ -35,45 +41,68 @@ class Footprint:
         return self.arguments + self.gathered + self.activations + self.temporaries + self.outputs
 
 
-def estimate_footprint(blueprint: Blueprint, traced: jax.stages.Traced, platform: str) -> Footprint:
-    moment, arguments, outputs = find_peak(blueprint, traced, platform)
-    gathered = sum(size for x, size in moment.values if x.gathered)
-    kept = sum(size for x, size in moment.values if not x.gathered and x.made is not None and not x.made.backward)
-    return Footprint(arguments, gathered, kept, moment.bytes - gathered - kept, outputs)
+def estimate_footprint(blueprint: Blueprint, traced: jax.stages.Traced, platform: Platform) -> Footprint:
+    """What compilers of a platform would report for a step: traced by `blueprint.trace_step`, for any devices.
+
+    Arrays count whole along what the model itself splits over `tensor`. Not in it: a program's own code, which on TPU
+    is reported as temporary (4 to 34 MB).
+    """
+    rules, sizes = RULES[platform], dict(blueprint.mesh.shape)
+    state, batch = jax.tree.leaves(blueprint.abstract_state()), jax.tree.leaves(traced.args_info[0][1])
+    held = [Value(x.size // spec_parts(x.sharding.spec, sizes), x.dtype) for x in state]
+    rows = [Value(_size(x) // _num_shards(blueprint), x.dtype, of_batch=True) for x in batch]
+    scope = rewritten(read_program(_local(blueprint, traced), [*held, *rows], sizes), rules)
+    # The new state is written where the old one stands.
+    moment = fullest(scope, rules, {id(x) for x in scope.gives if x is not None})
+    outputs = [Value(_size(x), x.dtype) for x in jax.tree.leaves(traced.out_info)[len(state) :]]
+    return _by_kind(moment, sum(x.bytes for x in (*held, *rows)), sum(x.bytes for x in outputs), rules.scratchpad)
 
 
-def find_peak(blueprint: Blueprint, traced: Any, platform: str) -> tuple[Moment, int, int]:
-    state, batch = traced.args_info[0]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    sizes = dict(blueprint.mesh.shape)
-    shards = sizes["replica"] * sizes["data"]
-    leaves = jax.tree.leaves(blueprint.abstract_state())
-    held = [Value(x.size // spec_parts(x.sharding.spec, sizes), x.dtype) for x in leaves]
-    rows = [Value(x.size // shards, x.dtype, of_batch=True) for x in jax.tree.leaves(shapes)]
-    arguments = sum(x.bytes for x in (*held, *rows))
-    if "shard_map" in {e.primitive.name for e in traced.jaxpr.jaxpr.eqns}:
-        program, reader = traced.jaxpr, Reader(sizes)
-    else:
-        program, reader = _twin(blueprint, shapes, shards), Reader(sizes)
-    scope = reader.read(program, [*held, *rows])
-    if RULES[platform].joins:
-        scope = joined(scope)
-    if RULES[platform].wide_products:
-        scope = with_copies(scope)
-    free = {id(x) for x in scope.gives if x is not None}
-    return most(scope, RULES[platform], free), arguments, 0
+def _by_kind(moment: Moment, arguments: int, outputs: int, scratchpad: int) -> Footprint:
+    gathered = sum(x.bytes for x in moment.values if x.gathered)
+    activations = sum(x.bytes for x in moment.values if _is_kept(x, moment) and not x.gathered)
+    temporaries = moment.bytes - gathered - activations
+    room = [temporaries, activations, gathered]
+    for number, size in enumerate(room):
+        room[number] = max(0, size - scratchpad)
+        scratchpad -= size - room[number]
+    return Footprint(arguments, room[2], room[1], room[0], outputs)
 
 
-def _twin(blueprint: Blueprint, batch: Any, shards: int) -> Any:
-    """The step on one device's rows: arrays of activations have its shapes, constraints tell of parameters'."""
-    alone = MeshConfig(replica=1, data=1, tensor=blueprint.mesh.shape["tensor"])
-    config = blueprint.config
-    steps = blueprint.micro_batches(batch)
+def _is_kept(value: Value, moment: Moment) -> bool:
+    """Whether it is of the forward pass, and there for the backward pass."""
+    made, at = value.made, moment.op
+    if made is None or made.backward or not value.of_batch:
+        return False
+    return made.name == "scan" or (at is not None and at.backward)
+
+
+def _local(blueprint: Blueprint, traced: jax.stages.Traced) -> Program:
+    """The step with a device's own shapes: those inside of `shard_map`, or those of its twin for one device's rows, in
+    which constraints alone tell how parameters are divided."""
+    if any(
+        equation.primitive.name == "shard_map" and set(BATCH_AXES) <= equation.params["newly_manual_axes"]
+        for equation in own_equations(traced.jaxpr)
+    ):
+        return traced.jaxpr
+    shards, batch = _num_shards(blueprint), traced.args_info[0][1]
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // shards, *x.shape[1:]), x.dtype), whole)
+    config, plan, steps = blueprint.config, blueprint.plan, blueprint.micro_batches(whole)
     config = config.model_copy(update={"zero": config.zero.model_copy(update={"collectives": "xla"})})
-    plan = blueprint.plan
     if steps == 1:
-        gradients = {path: replace(leaf, zero_axes=plan.weights[path].zero_axes) for path, leaf in plan.gradients.items()}
-        plan = replace(plan, gradients=gradients)
-    twin = replace(blueprint, plan=plan, mesh=abstract_mesh(alone, alone.tensor), config=config)
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // shards, *x.shape[1:]), x.dtype), batch)
+        # The optimizer's placement of the finished gradients reaches back to where they are made (measured on GPU and
+        # CPU: stage 1 takes the temporaries of stage 2).
+        axes = {path: leaf.zero_axes for path, leaf in plan.weights.items()}
+        plan = replace(plan, gradients={p: replace(leaf, zero_axes=axes[p]) for p, leaf in plan.gradients.items()})
+    alone = MeshConfig(replica=1, data=1, tensor=blueprint.mesh.shape["tensor"])
+    twin = replace(blueprint, config=config, plan=plan, mesh=abstract_mesh(alone, blueprint.mesh.shape["tensor"]))
     return twin.train_step(steps, rows).trace(twin.abstract_state(), rows).jaxpr
+
+
+def _num_shards(blueprint: Blueprint) -> int:
+    return blueprint.mesh.shape["replica"] * blueprint.mesh.shape["data"]
+
+
+def _size(x: Any) -> int:
+    return math.prod(x.shape)
