@@ -629,6 +629,8 @@ ORDER = [
     *("model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("apart", "grads", "grads_xla", "grads_explicit", "collectives", "state", "step"),
     *("manifest", "checkpoint", "report", "blueprint", "warm_start", "engine"),
+    *("footprint.rules", "footprint.operations", "footprint.rewrites", "footprint.standing", "footprint.schedule"),
+    *("footprint.peak", "footprint"),
     *("data.tokenizer", "data.documents", "data.paths", "data.rows", "data.ids", "data.sources"),
     *("data.cache", "data.encode", "data.corpus", "data.windows", "data.pipeline", "data.own", "data.loader", "data"),
     *("rundir", "metrics.rows", "metrics", "metrics.row_files", "metrics.jsonl", "metrics.csv_file"),
