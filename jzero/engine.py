@@ -76,7 +76,7 @@ class Engine:
         self._blueprint.micro_batches(batch)  # refuses a number of rows before they are placed
         state, batch = self._live_state, self.place(batch)
         program = self.program(batch)
-        with memory_told(self._blueprint):
+        with memory_told(self._blueprint, batch):
             self._settled(state.step)
             self.state, metrics = program.compiled(state, batch)
             if id(program) not in self._ran:  # a lack of memory shows where a result is waited for
@@ -95,7 +95,7 @@ class Engine:
         leaves, structure = jax.tree.flatten(abstract)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._programs:
-            with memory_told(self._blueprint):
+            with memory_told(self._blueprint, abstract):
                 self._programs[key] = self._blueprint.program(abstract)
         return self._programs[key]
 
