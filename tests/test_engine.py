@@ -621,7 +621,8 @@ def test_arrays_that_are_no_state_are_refused_by_name(trained):
 PACKAGE = Path(jzero.__file__).parent
 ORDER = [
     *("errors", "paths", "files", "config.section", "config.batch", "config.files", "config.model", "config.data"),
-    *("config.zero", "config.precision", "config.optimizer", "config.run", "config"),
+    *("config.zero", "config.precision", "config.optimizer", "config.run", "config.hardware", "config"),
+    "hardware",
     *("runtime", "mesh", "rounding", "loss_scale", "leaf", "plan", "gradstats", "jaxprs"),
     *("mixing.flow", "mixing.elements", "mixing.shapes", "mixing.products", "mixing.programs", "mixing"),
     *("elementwise", "schedules"),
@@ -635,7 +636,7 @@ ORDER = [
     *("metrics.tensorboard", "metrics.weights_and_biases", "metrics.flops", "metrics.throughput", "metrics.memory"),
     *("metrics.writer", "metrics.profiler", "metrics.plot", "metrics.__main__", "display", "signals", "sinks"),
     *("models.rotary", "models.layers", "models.decoder", "models.build", "models.generate", "models"),
-    *("sample", "trainer", "train", "bench"),
+    *("sample", "trainer", "train", "bench", "deepspeed_estimates"),
 ]
 HOMES = {
     "orbax": {"checkpoint"},
