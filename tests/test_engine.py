@@ -637,13 +637,16 @@ ORDER = [
     *("metrics.writer", "metrics.profiler", "metrics.plot", "metrics.__main__", "display", "signals", "sinks"),
     *("models.rotary", "models.layers", "models.decoder", "models.build", "models.generate", "models"),
     *("sample", "trainer", "train", "bench", "deepspeed_estimates"),
+    *("planning.standins", "planning.work", "planning.links", "planning.times", "planning.prediction"),
+    *("planning.candidates", "planning.recommend", "planning.search", "planning.tables", "planning.record"),
+    *("planning.plot", "planning.command", "planning", "planner"),
 ]
 HOMES = {
     "orbax": {"checkpoint"},
     "grain": {"data.pipeline", "data.own"},
     "tensorboardX": {"metrics.tensorboard"},
     "wandb": {"metrics.weights_and_biases"},
-    "matplotlib": {"metrics.plot"},
+    "matplotlib": {"metrics.plot", "planning.plot"},
     "omegaconf": {"config.files"},
     "tokenizers": {"data.tokenizer"},
     "datasets": {"data.rows"},
