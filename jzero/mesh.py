@@ -153,9 +153,8 @@ def _gpu_topology(name: str) -> list[Device]:
     chip, _, shape = name.partition(":")
     shape = shape if "x" in shape else f"1x1x{shape}"
     if chip not in _GPU_CHIPS or not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
-        raise MeshError(
-            f"no GPU topology {name!r}; take h100:8, or slices x hosts x GPUs as in h100:1x2x8, of {', '.join(_GPU_CHIPS)}"
-        )
+        known = f"take h100:8, or slices x hosts x GPUs as in h100:1x2x8, of {', '.join(_GPU_CHIPS)}"
+        raise MeshError(f"no GPU topology {name!r}; {known}")
     try:
         described = topologies.get_topology_desc(
             "", "cuda", target_config=_GPU_TARGET.format(**_GPU_CHIPS[chip]), topology=shape

@@ -105,7 +105,7 @@ def _bandwidth(prediction: Prediction, efficiency: float) -> str:
 
 
 def _headline(prediction: Prediction) -> str:
-    step = f"{prediction.rows} x {prediction.config.data.sequence_length} tokens a step"
+    step = f"{prediction.rows} x {prediction.config.data.sequence_length} tokens"
     return f"{prediction.plan.num_parameters:,} parameters, {_devices(prediction)}, {step}"
 
 
