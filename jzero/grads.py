@@ -30,6 +30,9 @@ Loss = Callable[[Any, Any], Any]
 # are unscaled already.
 GradFn: TypeAlias = Callable[..., tuple["LossSums", dict[str, jax.Array], jax.Array, dict[str, Any]]]
 
+# The loop over micro-batches is named so, in the program as traced and by metadata in the compiled one.
+MICRO_BATCHES = "jzero_micro_batches"
+
 _OWN_METRICS = frozenset(
     ("loss", "weight", "grad_norm", "grad_histogram", "learning_rate", "skipped", "skipped_in_a_row")
     + ("non_finite_leaf", "loss_scale", "loss_scale_exhausted")
@@ -137,7 +140,8 @@ def accumulating(
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
         gradients = placed({path: jnp.zeros(g.shape, plan.accumulate[path]) for path, g in shapes[1].items()})
         numbered = (jnp.arange(num_micro_batches, dtype=jnp.int32), micro_batches)
-        (sums, gradients, model_state), _ = jax.lax.scan(add, (sums, gradients, model_state), numbered)
+        with jax.named_scope(MICRO_BATCHES):
+            (sums, gradients, model_state), _ = jax.lax.scan(add, (sums, gradients, model_state), numbered)
         # The placement the caller asks for would otherwise reach back into the loop: at stage 1 every micro-batch then
         # gathered the whole gradient once more (measured).
         return sums, placed(gradients), jnp.float32(1.0), model_state

@@ -22,7 +22,7 @@ from jzero.mesh import AXES, BATCH_AXES, AnyMesh, platform_of
 from jzero.model_api import Model
 from jzero.plan import Plan
 from jzero.residuals import forget_weights
-from jzero.usepoint import UsePoint
+from jzero.usepoint import SCATTER, UsePoint
 
 
 def explicit_points(plan: Plan, mesh: AnyMesh) -> dict[str, UsePoint]:
@@ -159,12 +159,13 @@ def _finish(
     shard crosses nodes."""
     dtype, leaf = plan.reduce.get(path), plan.weights[path]
     done, wanted = plan.gradients[path].zero_axes, leaf.zero_axes
-    for axis in wanted:
-        if axis not in done:
-            gradient = _scatter(leaf, 0, axis, dtype, gradient)
-    if rest := tuple(axis for axis in axes if axis not in (*done, *wanted)):
-        reduce = _within_own_axes(leaf, 0, partial(whole_sum, axis_name=rest))
-        gradient = reduce(gradient.astype(dtype or gradient.dtype))
+    with jax.named_scope(f"{SCATTER}[{path}]"):
+        for axis in wanted:
+            if axis not in done:
+                gradient = _scatter(leaf, 0, axis, dtype, gradient)
+        if rest := tuple(axis for axis in axes if axis not in (*done, *wanted)):
+            reduce = _within_own_axes(leaf, 0, partial(whole_sum, axis_name=rest))
+            gradient = reduce(gradient.astype(dtype or gradient.dtype))
     return gradient.astype(plan.gradients[path].dtype)
 
 

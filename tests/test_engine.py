@@ -629,7 +629,7 @@ ORDER = [
     *("adam8bit", "optim", "loss", "usepoint", "gathered", "reads", "residuals"),
     *("model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("apart", "grads", "grads_xla", "grads_explicit", "collectives", "state", "step"),
-    *("manifest", "checkpoint", "report", "blueprint", "warm_start", "engine"),
+    *("manifest", "checkpoint", "report", "blueprint", "traffic", "warm_start", "engine"),
     *("data.tokenizer", "data.documents", "data.paths", "data.rows", "data.ids", "data.sources"),
     *("data.cache", "data.encode", "data.corpus", "data.windows", "data.pipeline", "data.own", "data.loader", "data"),
     *("rundir", "metrics.rows", "metrics", "metrics.row_files", "metrics.jsonl", "metrics.csv_file"),
