@@ -638,7 +638,7 @@ ORDER = [
     *("models.rotary", "models.layers", "models.decoder", "models.build", "models.generate", "models"),
     *("sample", "trainer", "train", "bench", "deepspeed_estimates"),
     *("planning.standins", "planning.work", "planning.links", "planning.times", "planning.prediction"),
-    *("planning.candidates", "planning.recommend", "planning.search", "planning.tables", "planning.record"),
+    *("planning.candidates", "planning.recommendation", "planning.ranking", "planning.tables", "planning.record"),
     *("planning.plot", "planning.command", "planning", "planner"),
 ]
 HOMES = {

@@ -2,8 +2,8 @@
 
 from jzero.planning.candidates import Stage, abstract_batch, blueprint_of, stages
 from jzero.planning.prediction import Prediction, predict
-from jzero.planning.recommend import Recommendation, recommend
-from jzero.planning.search import search
+from jzero.planning.ranking import search
+from jzero.planning.recommendation import Recommendation, recommend
 from jzero.planning.times import bandwidth_needed
 
 __all__ = [

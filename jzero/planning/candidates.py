@@ -32,8 +32,13 @@ def stages(config: Config, cluster: Cluster) -> list[Stage]:
     within = cluster.nodes > 1 and cluster.devices_per_node > 1
     if within and config.mesh.replica == 1 and config.zero.group == "all":
         hybrid = {"mesh.replica": cluster.nodes, "mesh.data": -1, "zero.stage": 3, "zero.group": "node"}
-        made.insert(3, Stage("3 HSDP", with_fields(config, hybrid)))
+        made.insert(3, Stage("3 HSDP", with_fields(config, hybrid | free_engine(config))))
     return made
+
+
+def free_engine(config: Config) -> dict[str, Any]:
+    """The fields for the gradient engine that sends less, unless the config names one."""
+    return {} if "collectives" in config.zero.model_fields_set else {"zero.collectives": "auto"}
 
 
 def with_fields(config: Config, values: Mapping[str, Any]) -> Config:

@@ -12,9 +12,9 @@ from jzero.hardware import Cluster
 from jzero.planning.candidates import stages, with_fields
 from jzero.planning.plot import assert_drawable, draw
 from jzero.planning.prediction import Prediction
-from jzero.planning.recommend import predict_config, recommend
+from jzero.planning.ranking import search
+from jzero.planning.recommendation import predict_config, recommend
 from jzero.planning.record import plan_record, prediction_record
-from jzero.planning.search import search
 from jzero.planning.tables import LEGEND, assumptions, search_table, stage_table
 
 

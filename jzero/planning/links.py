@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
 from jzero.hardware import Cluster
 from jzero.mesh import AXES
-from jzero.planning.standins import Transfer
+from jzero.traffic import Transfer
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Traffic:
 def traffic(transfers: Iterable[Transfer], axis_sizes: Mapping[str, int], cluster: Cluster) -> Traffic:
     """Transfers as rings, of which every network card of a node carries its share: of what a device sends, as large a
     part crosses nodes as hops of the ring do. The slower of the two links sets the pace. Latency is left out."""
-    elements = intra = inter = 0
+    elements, intra, inter = Fraction(), 0, 0
     seconds: float | None = 0.0
     shares: dict[tuple[str, ...], float] = {}
     for transfer in transfers:

@@ -15,10 +15,11 @@ from jzero.mesh import BATCH_AXES
 from jzero.metrics.flops import flops_per_token
 from jzero.plan import Plan
 from jzero.planning.links import Traffic, traffic
-from jzero.planning.standins import Footprint, estimate_footprint, planned_transfers
+from jzero.planning.standins import Footprint, estimate_footprint
 from jzero.planning.times import Times, step_times
 from jzero.planning.work import product_flops
 from jzero.state import plan_tree
+from jzero.traffic import planned_transfers
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jzero.planning.candidates import Stage
 from jzero.planning.prediction import Prediction
-from jzero.planning.recommend import Recommendation
+from jzero.planning.recommendation import Recommendation
 from jzero.planning.tables import EFFICIENCIES
 from jzero.planning.times import bandwidth_needed
 

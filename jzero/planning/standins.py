@@ -1,4 +1,4 @@
-"""Until jzero.traffic and jzero.footprint are there: rough formulas with their interfaces. To be deleted."""
+"""Until jzero.footprint is there: rough formulas with its interface. To be deleted."""
 
 import math
 from dataclasses import dataclass
@@ -7,53 +7,8 @@ from typing import Any
 import jax
 
 from jzero.blueprint import Blueprint
-from jzero.jaxprs import Program
-from jzero.leaf import LeafPlan, axis_extent
+from jzero.leaf import LeafPlan
 from jzero.state import plan_tree
-
-
-@dataclass(frozen=True)
-class Transfer:
-    kind: str
-    dtype: Any
-    elements: int
-    axes: tuple[str, ...]
-    group: int
-    runs: int
-
-    @property
-    def sent_elements(self) -> float:
-        ways = 2 if self.kind == "all-reduce" else 1
-        return ways * self.elements * (self.group - 1) / self.group * self.runs
-
-    @property
-    def sent_bytes(self) -> float:
-        return self.sent_elements * self.dtype.itemsize
-
-
-def planned_transfers(blueprint: Blueprint, program: Program) -> list[Transfer]:
-    plan, found = blueprint.plan, []
-    k = blueprint.micro_batches(_batch(program))
-    batch_axes = tuple(a for a in ("replica", "data") if plan.axis_sizes[a] > 1)
-    for path, leaf in plan.params.items():
-        size, gradient, weight = math.prod(leaf.stored_shape), plan.gradients[path], plan.weights[path]
-        dtype = plan.compute[path]
-
-        def add(kind: str, axes: tuple[str, ...], runs: int, size: int = size, dtype: Any = dtype) -> None:
-            if axes:
-                found.append(Transfer(kind, dtype, size, axes, axis_extent(axes, plan.axis_sizes), runs))
-
-        if leaf.zero_axes:
-            add("all-gather", leaf.zero_axes, 2 * k)
-        elif weight.zero_axes:
-            add("all-gather", weight.zero_axes, 1, dtype=leaf.dtype)
-        if gradient.zero_axes:
-            add("reduce-scatter", gradient.zero_axes, k)
-            rest = tuple(a for a in batch_axes if a not in gradient.zero_axes)
-            add("all-reduce", rest, 1, size // axis_extent(gradient.zero_axes, plan.axis_sizes))
-        else:
-            add("all-reduce" if not weight.zero_axes else "reduce-scatter", batch_axes, 1)
-    return found
 
 
 def _batch(program: Any) -> Any:

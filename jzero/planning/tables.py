@@ -65,13 +65,13 @@ def assumptions(prediction: Prediction) -> str:
 
 
 def search_table(ranked: Sequence[Prediction]) -> Table:
-    """The fastest of what fits, a row each."""
+    """The fastest of what fits, a row each. batch: rows a device and micro-batch, times micro-batches a step."""
     first = ranked[0]
     shown = f", the {_RANKED} fastest shown" if len(ranked) > _RANKED else ""
     title = f"{len(ranked)} ways that fit {_devices(first)}{shown}"
     table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("stage", "mesh", "micro-batch", "times", "remat", "total", "tokens/s", "MFU"):
-        table.add_column(column, justify="left" if column == "remat" else "right")
+    for column in ("stage", "mesh", "batch", "remat", "engine", "total", "tokens/s", "MFU"):
+        table.add_column(column, justify="left" if column in ("remat", "engine") else "right")
     for prediction in ranked[:_RANKED]:
         table.add_row(*_choice(prediction))
     return table
@@ -82,9 +82,9 @@ def _choice(prediction: Prediction) -> list[str]:
     return [
         str(config.zero.stage),
         f"{sizes['replica']} x {sizes['data']}",
-        str(config.train.micro_batch_size),
-        str(config.train.accumulation_steps),
+        f"{config.train.micro_batch_size} x {config.train.accumulation_steps}",
         config.model.remat,
+        prediction.engine,
         human_bytes(prediction.total),
         f"{prediction.tokens_per_second:,.0f}",
         f"{prediction.mfu:.1%}",

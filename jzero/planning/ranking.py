@@ -7,9 +7,9 @@ from jzero.config import BatchPlan, Config
 from jzero.config.batch import divisors
 from jzero.errors import ConfigError, UserError
 from jzero.hardware import Cluster
-from jzero.planning.candidates import batch_plan, with_fields
+from jzero.planning.candidates import batch_plan, free_engine, with_fields
 from jzero.planning.prediction import Prediction
-from jzero.planning.recommend import cut_batch, predict_config
+from jzero.planning.recommendation import cut_batch, predict_config
 
 _REMAT = ("full", "dots", "none")  # from least memory to most
 
@@ -53,6 +53,7 @@ def _placements(config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
                 "zero.stage": stage,
                 "zero.group": group,
                 "zero.optimizer_group": None,
+                **free_engine(config),
             }
 
 
