@@ -56,7 +56,7 @@ def prepare(
     _warn_of_lost_updates(config.precision)
     start(config.runtime)
     mesh = abstract_mesh(config.mesh, devices) if isinstance(devices, int) else make_mesh(config.mesh, devices)
-    accumulating = _accumulates(config.train, mesh)
+    _accumulates(config.train, mesh)  # refuses batches that cannot be cut so, before the model is looked at
     adapted = adapt(model)
     trained = {path: adapted.params[path] for path in trainable(adapted.params, config.train.frozen)}
     schedule = None
@@ -66,13 +66,25 @@ def prepare(
     else:
         schedule = make_schedule(config.optimizer, config.train.num_steps)
         optimizer = make_optimizer(config.optimizer, config.train.num_steps, trained)
+    return _planned(config, mesh, adapted, loss, optimizer, schedule)
+
+
+def _planned(
+    config: Config,
+    mesh: AnyMesh,
+    model: Model,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule | None,
+) -> "Blueprint":
+    accumulating = _accumulates(config.train, mesh)
     plan = make_plan(
-        adapted.params,
+        model.params,
         dict(mesh.shape),
         config.zero,
         config.precision,
         optimizer,
-        adapted.model_state,
+        model.model_state,
         accumulating=accumulating,
         frozen=config.train.frozen,
         ema=config.train.ema_decay is not None,
@@ -80,7 +92,7 @@ def prepare(
     _assert_storable(config, plan)
     choose_collectives(config, plan, accumulating=accumulating)  # refuses what cannot be
     groups = norm_groups(config.log.grad_norms, plan.gradients)
-    return Blueprint(config, mesh, adapted, loss, optimizer, schedule, plan, groups)
+    return Blueprint(config, mesh, model, loss, optimizer, schedule, plan, groups)
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,12 @@ class Blueprint:
         return is_elementwise(
             self.optimizer, {p: jax.ShapeDtypeStruct(w.stored_shape, widened(w.dtype)) for p, w in plans}
         )
+
+    def replanned(self, config: Config) -> "Blueprint":
+        """The same model, loss and optimizer on as many devices that are not there, to plan and trace. config: of
+        another `zero`, `mesh`, `precision` or cut of the batch."""
+        mesh = abstract_mesh(config.mesh, self.mesh.size)
+        return _planned(config, mesh, self.model, self.loss, self.optimizer, self.schedule)
 
     @property
     def batch_sharding(self) -> NamedSharding:

@@ -39,6 +39,7 @@ __all__ = [
     "load_config",
     "make_config",
     "plan_batch",
+    "with_fields",
 ]
 
 
@@ -138,6 +139,15 @@ def make_config(source: Mapping[str, Any] | str | PathLike[str] | Config | None 
     if source is None or isinstance(source, str | PathLike):
         return load_config(source)
     return Config.model_validate(source)
+
+
+def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with other values of dotted fields, checked anew; what it leaves out stays left out."""
+    tree = config.model_dump(exclude_unset=True)
+    for name, value in values.items():
+        section, _, field = name.partition(".")
+        tree.setdefault(section, {})[field] = value
+    return make_config(tree)
 
 
 def dump_config(config: Config) -> str:
