@@ -15,7 +15,7 @@ import toys
 
 import jzero
 from jzero.blueprint import Blueprint
-from jzero.config import load_config, make_config
+from jzero.config import load_config, make_config, with_fields
 from jzero.config.hardware import HardwareConfig
 from jzero.engine import Engine
 from jzero.errors import ConfigError
@@ -23,7 +23,7 @@ from jzero.hardware import parse_devices
 from jzero.metrics.flops import flops_per_token
 from jzero.planner import main
 from jzero.planning import abstract_batch, blueprint_of, recommend, search, stages
-from jzero.planning.candidates import batch_plan, with_fields
+from jzero.planning.candidates import batch_plan
 from jzero.planning.links import crossing_share, traffic
 from jzero.planning.prediction import state_bytes
 from jzero.planning.recommendation import predict_config, what_would_fit

@@ -1,7 +1,7 @@
 """The configs that are tried: one for each stage, and what makes a blueprint of one."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jzero.blueprint import Blueprint, prepare
-from jzero.config import BatchPlan, Config, make_config, plan_batch
+from jzero.config import BatchPlan, Config, plan_batch, with_fields
 from jzero.data.tokenizer import make_tokenizer
 from jzero.hardware import Cluster
 from jzero.mesh import BATCH_AXES, Device, axis_sizes
@@ -39,15 +39,6 @@ def stages(config: Config, cluster: Cluster) -> list[Stage]:
 def free_engine(config: Config) -> dict[str, Any]:
     """The fields for the gradient engine that sends less, unless the config names one."""
     return {} if "collectives" in config.zero.model_fields_set else {"zero.collectives": "auto"}
-
-
-def with_fields(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with other values of dotted fields, checked anew; what it leaves out stays left out."""
-    tree = config.model_dump(exclude_unset=True)
-    for name, value in values.items():
-        section, _, field = name.partition(".")
-        tree.setdefault(section, {})[field] = value
-    return make_config(tree)
 
 
 def blueprint_of(config: Config, devices: Sequence[Device] | int) -> Blueprint:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jzero.config import Config, dump_config
+from jzero.config import Config, dump_config, with_fields
 from jzero.display import say
 from jzero.errors import ConfigError
 from jzero.hardware import Cluster
-from jzero.planning.candidates import stages, with_fields
+from jzero.planning.candidates import stages
 from jzero.planning.plot import assert_drawable, draw
 from jzero.planning.prediction import Prediction
 from jzero.planning.ranking import search

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jzero.config import BatchPlan, Config
+from jzero.config import BatchPlan, Config, with_fields
 from jzero.config.batch import divisors
 from jzero.errors import ConfigError, UserError
 from jzero.hardware import Cluster
-from jzero.planning.candidates import batch_plan, free_engine, with_fields
+from jzero.planning.candidates import batch_plan, free_engine
 from jzero.planning.prediction import Prediction
 from jzero.planning.recommendation import cut_batch, predict_config
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jzero.config import Config
+from jzero.config import Config, with_fields
 from jzero.errors import UserError
 from jzero.hardware import Cluster
-from jzero.planning.candidates import Stage, abstract_batch, batch_plan, blueprint_of, with_fields
+from jzero.planning.candidates import Stage, abstract_batch, batch_plan, blueprint_of
 from jzero.planning.prediction import Prediction, predict
 from jzero.report import human_bytes
 
