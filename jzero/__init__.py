@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jzero.auditing import Audit as Audit
+    from jzero.auditing import audit as audit
     from jzero.config import Config as Config
     from jzero.config import load_config as load_config
     from jzero.data import OwnData as OwnData
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from jzero.trainer import run_training as run_training
 
 _HOMES = {
+    "Audit": "auditing",
+    "audit": "auditing",
     "Config": "config",
     "load_config": "config",
     "OwnData": "data",
@@ -42,6 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Audit",
     "Config",
     "Engine",
     "Function",
@@ -52,6 +57,7 @@ __all__ = [
     "UserError",
     "WeightedLoss",
     "__version__",
+    "audit",
     "cross_entropy",
     "gather",
     "initialize",

@@ -24,6 +24,7 @@ from jzero.grads import GradFn, Loss
 from jzero.grads_explicit import explicit_points, make_explicit_grad_fn
 from jzero.grads_xla import make_xla_grad_fn, xla_points
 from jzero.gradstats import norm_groups
+from jzero.hlo import GRADIENTS
 from jzero.leaf import LeafPlan, map_leaves
 from jzero.mesh import BATCH_AXES, AnyMesh, Device, abstract_mesh, make_mesh
 from jzero.model_api import Model
@@ -139,6 +140,9 @@ class Blueprint:
 
     def grad_fn(self, engine: str, num_micro_batches: int) -> GradFn:
         """The gradient function of an engine, to be called under jit."""
+        return jax.named_scope(GRADIENTS)(self._grad_fn(engine, num_micro_batches))
+
+    def _grad_fn(self, engine: str, num_micro_batches: int) -> GradFn:
         if engine == "xla":
             return make_xla_grad_fn(self.model, self.loss, self.plan, self.mesh, self.points, num_micro_batches)
         points = explicit_points(self.plan, self.mesh)
@@ -218,6 +222,11 @@ class Blueprint:
         """The training step for a batch of (abstract) arrays, lowered, to look at or compile."""
         return self.trace_step(batch).lower()
 
+    def program(self, batch: Any) -> "TrainProgram":
+        """The training step for a batch of (abstract) arrays, compiled."""
+        traced = self.trace_step(batch)
+        return TrainProgram(self, self.micro_batches(batch), traced, traced.lower().compile())
+
     def _abstract_batch(self, batch: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), batch)
 
@@ -249,6 +258,17 @@ class Blueprint:
                 f"(replica x data); give {rows - rows % shards or shards} or {rows + -rows % shards}."
             )
         return rows
+
+
+@dataclass(frozen=True)
+class TrainProgram:
+    """A training step: what it is made from, over how many micro-batches, as traced and as compiled.
+    compiled(state, batch) -> (state, metrics); the given state is consumed."""
+
+    blueprint: Blueprint
+    num_micro_batches: int
+    traced: jax.stages.Traced
+    compiled: jax.stages.Compiled
 
 
 def _warn_of_lost_updates(precision: PrecisionConfig) -> None:

@@ -1,7 +1,7 @@
 """The engine: a sharded training state and the programs that step, evaluate, save and restore it. For users who own
 their loop; the trainer drives one too."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from rich.console import RenderableType
 
-from jzero.blueprint import Blueprint, prepare
+from jzero.blueprint import Blueprint, TrainProgram, prepare
 from jzero.checkpoint import ArrayTarget, Checkpointer
 from jzero.config import Config
 from jzero.errors import ConfigError, DataError, UserError
@@ -53,7 +53,7 @@ class Engine:
         assert isinstance(blueprint.mesh, Mesh), "an engine needs devices"
         self.config, self.mesh, self.plan = blueprint.config, blueprint.mesh, blueprint.plan
         self._blueprint = blueprint
-        self._train_steps: dict[int, Any] = {}
+        self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of a batch
         self._eval_steps: dict[tuple[int, bool], Any] = {}
         self._applied: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
         self._start(*init_values(blueprint.model, self.plan, self.mesh, self.config.train.seed))
@@ -71,12 +71,26 @@ class Engine:
         also loss_scale, of this step, and loss_scale_exhausted, bool: it overflowed at its minimum, so stop. As
         `config.log` asks, what `jzero.gradstats.gradient_stats` returns.
         """
-        num_micro_batches = self._blueprint.micro_batches(batch)
+        self._blueprint.micro_batches(batch)  # refuses a number of rows before they are placed
         state, batch = self._live_state, self.place(batch)
-        train_step = self._train_step(num_micro_batches, batch)
+        compiled = self.program(batch).compiled
         self._settled(state.step)
-        self.state, metrics = train_step(state, batch)
+        self.state, metrics = compiled(state, batch)
         return metrics
+
+    def program(self, batch: Any = None) -> TrainProgram:
+        """The training step that `step` runs for a batch of (abstract) arrays, compiled once for each shape of batch.
+        None: the one that was compiled last. Raises UserError where there is none."""
+        if batch is None:
+            if not self._programs:
+                raise UserError("this engine has not stepped yet, so it has no program: give a batch, or its shapes")
+            return list(self._programs.values())[-1]
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch)
+        leaves, structure = jax.tree.flatten(abstract)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._programs:
+            self._programs[key] = self._blueprint.program(abstract)
+        return self._programs[key]
 
     @property
     def has_average(self) -> bool:
@@ -222,11 +236,6 @@ class Engine:
                 "engine.model() or a saved checkpoint instead of a state from before a step."
             )
         return self.state
-
-    def _train_step(self, num_micro_batches: int, batch: Any) -> Any:
-        if num_micro_batches not in self._train_steps:
-            self._train_steps[num_micro_batches] = self._blueprint.train_step(num_micro_batches, batch)
-        return self._train_steps[num_micro_batches]
 
 
 def _narrow(x: Any) -> np.ndarray:

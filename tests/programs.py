@@ -1,95 +1,27 @@
-"""Reading compiled programs: the collectives in them, the loops around each, the memory they want.
-
-Everything comes from the text of the optimised HLO (`compiled.as_text()`) and from `compiled.memory_analysis()`.
-"""
+"""What the tests count in compiled programs (`jzero.hlo` reads them), and what the papers' formulas expect there."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeAlias
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+from jax.sharding import AbstractMesh
 
-# XLA:TPU computes a reduce-scatter inside a fusion that calls a computation of this name.
-_TPU_REDUCE_SCATTER = "calls=%all-reduce-scatter"
-
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_SOURCE = re.compile(r"\bmetadata=\{[^}]*\}")
-_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
-_GROUPS = re.compile(
-    r"replica_groups=(?:mesh(?P<mesh>\[.*?\]).*?\{(?P<axes>.*?)\}|\[\d+,(?P<iota>\d+)\]|\{\{(?P<list>[\d,]+)\})"
-)
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One operation of a compiled program.
-
-    arrays: (dtype as HLO writes it, shape) of all it returns. loops: the `while` operations around it, outermost first.
-    runs: how often a step executes it, None where the trip count of a loop is unknown. fused: it is part of a fusion.
-    """
-
-    name: str
-    opcode: str
-    arrays: tuple[tuple[str, tuple[int, ...]], ...]
-    loops: tuple[str, ...]
-    runs: int | None
-    fused: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One array that a collective returns; an operation that XLA combined from several gives one of these for each.
-
-    group: how many devices take part together.
-    """
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    group: int | None
-    loops: tuple[str, ...]
-    runs: int | None
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-def instructions(text: str) -> list[Instruction]:
-    """The operations that a step reaches, those of a computation once for every place that calls it."""
-    computations, entry = _parse(text)
-    return list(_walk(computations, entry, (), 1, False))
+from jzero import hlo
+from jzero.hlo import Collective, Instruction, instructions
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every array that travels between devices, in a program for CPU, GPU or TPU."""
-    found, seen = [], set()
-    for op in instructions(text):
-        kind = "reduce-scatter" if _TPU_REDUCE_SCATTER in op.text else op.opcode.removesuffix("-start")
-        if kind not in KINDS:
-            continue
-        # XLA:TPU spreads one collective over several fusions, each with a copy of the operation. Its channel alone does
-        # not tell: those of shard_map have all the same.
-        channel, source = _CHANNEL.search(op.text), _SOURCE.search(op.text)
-        copies = op.fused or _TPU_REDUCE_SCATTER in op.text
-        key = (channel[1], source and source[0], op.arrays, op.loops) if channel and copies else op.name
-        if key not in seen:
-            seen.add(key)
-            found += [Collective(kind, d, s, _group(op.text), op.loops, op.runs) for d, s in _results(op)]
-    return found
+    """Those of a program whatever its mesh: their axes do not count here."""
+    devices = re.search(r"\bnum_partitions=(\d+)", text[: text.index("\n")])
+    return hlo.collectives(text, AbstractMesh((int(devices[1]) if devices else 1,), ("devices",)))
 
 
 # (kind, elements of the result, devices that take part together, loops around it, runs a step)
-Key: TypeAlias = tuple[str, int, int | None, int, int | None]
+Key: TypeAlias = tuple[str, int, int, int, int | None]
 
 
 def keys(found: Iterable[Collective]) -> Counter[Key]:
@@ -103,7 +35,11 @@ def sent(found: Iterable[Key]) -> Fraction:
         "reduce-scatter": lambda n, group: Fraction(n * (group - 1)),
         "all-reduce": lambda n, group: Fraction(2 * n * (group - 1), group),
     }
-    return sum((share[kind](n, group) * runs for kind, n, group, _, runs in found), Fraction())
+    total = Fraction()
+    for kind, n, group, _, runs in found:
+        assert runs is not None
+        total += share[kind](n, group) * runs
+    return total
 
 
 @dataclass(frozen=True)
@@ -174,73 +110,6 @@ def makers(text: str, shape: tuple[int, ...]) -> list[Instruction]:
     return [op for op in instructions(text) if op.opcode not in naming and any(s == shape for _, s in op.arrays)]
 
 
-def peak_bytes(compiled: Any) -> int:
-    """What a device holds at most. Not `peak_memory_in_bytes`: XLA:CPU leaves the temporaries out of it."""
-    memory = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return held - memory.alias_size_in_bytes
-
-
 def temporary_bytes(compiled: Any) -> int:
     """What a device holds beyond the program's arguments and results."""
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-def _results(op: Instruction) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    if op.opcode in ("all-gather-start", "reduce-scatter-start", "collective-permute-start"):
-        arrays = tuple(array for array in op.arrays if array[1])
-        return arrays[len(arrays) // 2 :]  # the operands come first
-    return op.arrays
-
-
-def _group(text: str) -> int | None:
-    match = _GROUPS.search(text)
-    if match is None:
-        return None
-    if match["mesh"]:
-        extents = dict(re.findall(r"'(\w+)'=(\d+)", match["mesh"]))
-        return math.prod(int(extents[axis]) for axis in re.findall(r"'(\w+)'", match["axes"]))
-    return int(match["iota"]) if match["iota"] else match["list"].count(",") + 1
-
-
-def _parse(text: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], str]:
-    """Computation name -> (name, result type, opcode, line) of each instruction; and the name of the entry."""
-    computations: dict[str, list[tuple[str, str, str, str]]] = {}
-    entry, current = "", []
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            current = computations[header[2]] = []
-            entry = header[2] if header[1] else entry
-        elif match := _INSTRUCTION.match(line):
-            result, rest = _split_result(match[2])
-            current.append((match[1], result, rest.partition("(")[0], line))
-    return computations, entry
-
-
-def _split_result(text: str) -> tuple[str, str]:
-    """`(f32[2]{0:T(8)}, s32[]) while(...)` -> the result type and the rest."""
-    if not text.startswith("("):
-        result, _, rest = text.partition(" ")
-        return result, rest
-    depth = 0
-    for end, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth == 0:
-            return text[: end + 1], text[end + 1 :].lstrip()
-    raise ValueError(f"unbalanced: {text[:200]}")
-
-
-def _walk(computations: Any, name: str, loops: tuple[str, ...], runs: int | None, fused: bool) -> Iterator[Instruction]:
-    for instruction, result, opcode, line in computations[name]:
-        arrays = tuple((d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _ARRAY.findall(result))
-        yield Instruction(instruction, opcode, arrays, loops, runs, fused, line)
-        if _TPU_REDUCE_SCATTER in line:
-            continue
-        inner, times = loops, runs
-        if opcode == "while":
-            trips = _TRIPS.search(line)
-            inner, times = (*loops, instruction), runs * int(trips[1]) if trips and runs else None
-        for called in _CALLED.findall(line):
-            for target in re.findall(r"[\w.\-]+", called):
-                if target in computations:
-                    yield from _walk(computations, target, inner, times, fused or opcode == "fusion")
+    return hlo.memory(compiled).temporaries
