@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _start(cluster, arguments.compile)
         from jzero.planning.command import run
 
-        wanted = {"searching": arguments.search, "as_json": arguments.json}
+        wanted = {"searching": arguments.search, "compiling": arguments.compile, "as_json": arguments.json}
         return run(config, cluster, **wanted, write=arguments.write, plot=arguments.plot)
     except JzeroError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -641,7 +641,7 @@ ORDER = [
     *("sample", "trainer", "train", "bench", "deepspeed_estimates"),
     *("planning.standins", "planning.work", "planning.links", "planning.times", "planning.prediction"),
     *("planning.candidates", "planning.recommendation", "planning.ranking", "planning.tables", "planning.record"),
-    *("planning.plot", "planning.command", "planning", "planner"),
+    *("planning.compiled", "planning.plot", "planning.command", "planning", "planner"),
 ]
 HOMES = {
     "orbax": {"checkpoint"},

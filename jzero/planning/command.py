@@ -10,6 +10,7 @@ from jzero.display import say
 from jzero.errors import ConfigError
 from jzero.hardware import Cluster
 from jzero.planning.candidates import stages
+from jzero.planning.compiled import compile_step, compiled_record, compiled_report
 from jzero.planning.plot import assert_drawable, draw
 from jzero.planning.prediction import Prediction
 from jzero.planning.ranking import search
@@ -23,6 +24,7 @@ def run(
     cluster: Cluster,
     *,
     searching: bool = False,
+    compiling: bool = False,
     as_json: bool = False,
     write: str | None = None,
     plot: str | None = None,
@@ -36,17 +38,23 @@ def run(
     predictions = [predict_config(stage.config, cluster) for stage in tried]
     recommendation = recommend(tried, predictions)
     ranked = search(config, cluster) if searching else []
+    step = compile_step(config, cluster) if compiling else None
+    own = predict_config(config, cluster) if compiling else None
     chosen = ranked[0] if ranked else None if recommendation.number is None else predictions[recommendation.number]
     if as_json:
         record = plan_record(tried, predictions, recommendation)
         if searching:
             record["search"] = [prediction_record(prediction) for prediction in ranked]
+        if step and own:
+            record["compiled"] = compiled_record(step, own)
         print(json.dumps(record, indent=2))
     else:
         console.print(stage_table([stage.name for stage in tried], predictions))
         console.print(f"{LEGEND}\n{assumptions(predictions[0])}\n\n{recommendation.reason}", highlight=False)
         if ranked:
             console.print(search_table(ranked))
+        if step and own:
+            console.print(compiled_report(step, own))
     if plot:
         draw([stage.name for stage in tried], predictions).savefig(plot, dpi=150)
     if write:
