@@ -139,9 +139,7 @@ def test_what_is_told_is_what_a_gpu_program_does(platform, name, case, engine):
     dtypes = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "pred": "bool"}
     program = volumes((c.kind, dtypes[c.dtype], c.size, c.group, c.runs) for c in collectives(text))
     plan = volumes((t.kind, t.dtype.name, t.size, t.group, t.runs) for t in told(case) if t.path)
-    del program["all-reduce", "bool", 8], program["all-reduce", "bool", 4]  # which gradients are finite
-    assert program.keys() == plan.keys()
-    for key, told_volume in plan.items():
+    for key in program | plan:
         # All-reduces carry the numbers of loss and norm too, a few for each parameter.
         scalars = 60 if key[0] == "all-reduce" else 0
-        assert told_volume <= program[key] <= told_volume + scalars, key
+        assert plan[key] <= program[key] <= plan[key] + scalars, key
