@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -511,6 +512,66 @@ def test_mistakes_cost_a_message_and_exit_code_2(capsys, monkeypatch, tmp_path, 
     assert error.startswith("error: ")
     assert told in error
     assert not list(tmp_path.iterdir())
+
+
+# --compile
+
+SMALL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2", "train.global_batch_size=8"]
+
+
+def assert_compiled(record: dict, devices: int) -> None:
+    compiled = record["compiled"]
+    planned = next(stage for stage in record["stages"] if stage["name"] == str(compiled["stage"]))
+    sizes = compiled["bytes"]
+    assert sizes["arguments"] == sum(
+        size
+        for tree, size in planned["bytes"].items()
+        if tree not in ("gathered", "activations", "temporaries", "gradients", "total")
+    )
+    assert sizes["peak"] == sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["aliased"]
+    assert {one["axes"][0] for one in compiled["collectives"] if one["axes"]} == {"data"}
+    assert any(one["kind"] == "all-gather" and one["group"] == devices for one in compiled["collectives"])
+
+
+def test_compile_reports_the_compilers_bytes_and_the_collectives(capsys):
+    arguments = ("--devices", "2x4", "--compile", *SMALL, "zero.min_shard_elements=64")
+    record = json.loads(plan(capsys, *arguments, "--json"))
+    assert_compiled(record, 8)
+    assert record["compiled"]["target"] == "8 cpu"
+    assert {one["crosses_nodes"] for one in record["compiled"]["collectives"]} == {True}
+    assert not any(finding["severity"] == "warning" for finding in record["compiled"]["findings"])
+
+
+def test_compiling_for_what_is_not_installed_says_how_to_install_it(capsys):
+    missing = [
+        ("v5e:2x4", "jzero[tpu]", ["libtpu"]),
+        ("h100:8", "jzero[gpu]", ["jax_cuda12_plugin", "jax_cuda13_plugin"]),
+    ]
+    for spec, extra, wheels in missing:
+        if not any(map(find_spec, wheels)):
+            assert main(["--config", QUICKSTART, "--devices", spec, "--compile", *SMALL]) == 2
+            assert f"pip install '{extra}'" in capsys.readouterr().err
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("spec", "wheels"),
+    [
+        ("v5e:2x4", ["libtpu"]),
+        ("h100:2x4", ["jax_cuda12_plugin", "jax_cuda13_plugin"]),
+        ("a100-40:8", ["jax_cuda12_plugin"]),
+    ],
+)
+def test_compile_for_absent_devices(capsys, spec, wheels):
+    if not any(map(find_spec, wheels)):
+        pytest.skip(f"{' or '.join(wheels)} is not installed")
+    record = json.loads(plan(capsys, "--devices", spec, "--compile", "--json", *SMALL, "zero.min_shard_elements=64"))
+    assert_compiled(record, 8)
+    crossing = {one["crosses_nodes"] for one in record["compiled"]["collectives"]}
+    assert crossing == {spec == "h100:2x4"}
+
+
+# picture
 
 
 def test_the_picture_shows_what_is_predicted():
