@@ -9,6 +9,8 @@ from typing import Literal
 from jzero.config import HardwareConfig
 from jzero.errors import ConfigError
 
+Platform = Literal["cpu", "gpu", "tpu"]
+
 # FLOP/s of dense bfloat16 matrix products on one JAX device, by the beginning of `device.device_kind`. NVIDIA's sheets
 # name them with sparsity, which doubles them. Not here: what has no bfloat16 (V100, T4), and slices of a GPU (MIG).
 _PEAKS = {
@@ -104,7 +106,7 @@ class Cluster:
     """Devices to plan for: nodes x devices_per_node of one kind, consecutive ones within a node.
 
     spec: as it was named. hardware: its figures, those of the config first. topology: its name for
-    `jzero.mesh.topology`; None for CPU devices.
+    `jzero.mesh.topology`; None for devices without a name.
     """
 
     spec: str
@@ -112,7 +114,7 @@ class Cluster:
     hardware: Hardware
     nodes: int
     devices_per_node: int
-    platform: Literal["cpu", "gpu", "tpu"]
+    platform: Platform
     topology: str | None = None
 
     @property
@@ -120,10 +122,10 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
 
-def parse_devices(spec: str, config: HardwareConfig) -> Cluster:
+def parse_devices(spec: str, config: HardwareConfig, platform: Platform = "cpu") -> Cluster:
     """The cluster that a SPEC names: `8`, `2x8` (nodes x devices), `h100:64`, `h100:2x4`, `v5e:8x8`.
 
-    config: its figures go before the published ones. Raises ConfigError.
+    config: its figures go before the published ones. platform: of devices without a name. Raises ConfigError.
     """
     name, colon, shape = spec.rpartition(":")
     sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r"[1-9]\d{0,6}(x[1-9]\d{0,6})*", shape) else []
@@ -140,10 +142,9 @@ def parse_devices(spec: str, config: HardwareConfig) -> Cluster:
             f"--devices {spec}: give a number of devices, or nodes x devices: {_example(name) if colon else '8 or 2x8'}"
         )
     nodes, per_node = sizes if len(sizes) == 2 else _nodes(spec, sizes[0], hardware.devices_per_node)
-    platform = "gpu" if colon else "cpu"
-    return Cluster(
-        spec, name or None, hardware, nodes, per_node, platform, f"{name}:1x{nodes}x{per_node}" if colon else None
-    )
+    if not colon:
+        return Cluster(spec, None, hardware, nodes, per_node, platform)
+    return Cluster(spec, name, hardware, nodes, per_node, "gpu", f"{name}:1x{nodes}x{per_node}")
 
 
 def _nodes(spec: str, count: int, per_node: int | None) -> tuple[int, int]:

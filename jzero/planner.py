@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         spec = arguments.devices or str(config.runtime.fake_devices or 8)
-        cluster = parse_devices(spec, config.hardware)
+        asked = config.runtime.platform
+        cluster = parse_devices(spec, config.hardware, "cpu" if asked == "auto" else asked)
         _start(cluster, arguments.compile)
         from jzero.planning.command import run
 

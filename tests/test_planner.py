@@ -147,6 +147,18 @@ def test_work_is_the_models_without_rematerialisation_and_a_forward_pass_more_wi
     assert 1.1 < counted(blueprint_of(again, 8), again) < 4 / 3
 
 
+def test_attention_by_cudnn_is_planned_as_xlas(capsys):
+    arguments = (
+        "--devices",
+        "h100:1",
+        "model.attention=cudnn",
+        "precision=bf16",
+        "runtime.fake_devices=null",
+        "zero.stage=0",
+    )
+    assert "(model.attention = cudnn: less)" in " ".join(plan(capsys, *arguments).split())
+
+
 # links and time
 
 
@@ -531,6 +543,12 @@ def assert_compiled(record: dict, devices: int) -> None:
     assert sizes["peak"] == sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["aliased"]
     assert {one["axes"][0] for one in compiled["collectives"] if one["axes"]} == {"data"}
     assert any(one["kind"] == "all-gather" and one["group"] == devices for one in compiled["collectives"])
+
+
+def test_devices_without_a_name_are_of_the_configs_platform_and_not_compiled_for(capsys):
+    arguments = ("runtime.fake_devices=null", "runtime.platform=gpu", "--devices", "8", "--compile")
+    assert main(["--config", QUICKSTART, *arguments, *SMALL]) == 2
+    assert "--compile needs to know the gpu: name it, as in --devices h100:8" in capsys.readouterr().err
 
 
 def test_compile_reports_the_compilers_bytes_and_the_collectives(capsys):

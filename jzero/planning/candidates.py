@@ -43,11 +43,13 @@ def free_engine(config: Config) -> dict[str, Any]:
 
 def blueprint_of(config: Config, devices: Sequence[Device] | int) -> Blueprint:
     """The configured training of the built-in model, to plan and trace (a number of devices) or to compile (absent
-    ones). The data is not read, but for the tokenizer."""
+    ones). Attention is XLA's own, whichever the config asks for. The data is not read, but for the tokenizer."""
     vocab_size = make_tokenizer(config.data, config.model.vocab_size).vocab_size
-    # The process has its platform already; the config's is that of the training.
-    bare = config.model_copy(update={"runtime": Config().runtime})
-    return prepare(build_model(config.model, vocab_size), language_model_loss, None, bare, devices)
+    # The process has its platform already; the config's is that of the training. And where no cuDNN is installed, JAX
+    # does not even trace its attention.
+    model = config.model.model_copy(update={"attention": "xla"})
+    bare = config.model_copy(update={"runtime": Config().runtime, "model": model})
+    return prepare(build_model(model, vocab_size), language_model_loss, None, bare, devices)
 
 
 def batch_plan(config: Config, num_devices: int) -> BatchPlan:

@@ -80,6 +80,9 @@ def compiled_record(step: CompiledStep, predicted: Prediction) -> dict[str, Any]
 def _devices(cluster: Cluster) -> Sequence[Device]:
     if cluster.topology is not None:
         return topology(cluster.platform, cluster.topology)
+    if cluster.platform != "cpu":
+        example = "h100:8" if cluster.platform == "gpu" else "v5e:4x4"
+        raise MeshError(f"--compile needs to know the {cluster.platform}: name it, as in --devices {example}")
     devices = jax.devices()
     if len(devices) < cluster.num_devices:
         raise MeshError(

@@ -61,6 +61,10 @@ def assumptions(prediction: Prediction) -> str:
             "(hardware.efficiency)",
             f"{said.overlap:.0%} of the transfers run beside them (hardware.overlap)",
         ]
+    if prediction.config.model.attention != "xla":
+        told.append(
+            f"attention takes as much as XLA's own (model.attention = {prediction.config.model.attention}: less)"
+        )
     return f"Assumed: {'; '.join(told)}."
 
 
