@@ -3,7 +3,7 @@
 from jzero.planning.candidates import Stage, abstract_batch, blueprint_of, stages
 from jzero.planning.prediction import Prediction, predict
 from jzero.planning.ranking import search
-from jzero.planning.recommendation import Recommendation, recommend
+from jzero.planning.recommendation import Recommendation, predict_config, recommend, what_would_fit
 from jzero.planning.times import bandwidth_needed
 
 __all__ = [
@@ -14,7 +14,9 @@ __all__ = [
     "bandwidth_needed",
     "blueprint_of",
     "predict",
+    "predict_config",
     "recommend",
     "search",
     "stages",
+    "what_would_fit",
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jzero.errors import DataError
 from jzero.metrics.plot import FORMATS
 from jzero.planning.prediction import Prediction
+from jzero.planning.tables import shown_trees
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,9 +29,8 @@ def draw(names: Sequence[str], predictions: Sequence[Prediction]) -> "Figure":
     timed = [time for time in times if time is not None]
     figure = _figure_class()(figsize=(11 if timed else 5.5, 4.5), layout="constrained")
     memory, *rest = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
-    trees = list(dict.fromkeys(tree for prediction in predictions for tree in prediction.bytes))
-    parts = {tree: [prediction.bytes[tree] / 1e9 for prediction in predictions] for tree in trees}
-    _stack(memory, names, {tree: sizes for tree, sizes in parts.items() if max(sizes) > 1e-3 * _largest(parts)})
+    trees = shown_trees(predictions)
+    _stack(memory, names, {tree: [prediction.bytes[tree] / 1e9 for prediction in predictions] for tree in trees})
     whole, usable = predictions[0].cluster.hardware.memory, predictions[0].usable
     if whole and usable:
         memory.axhline(whole / 1e9, color="black", linewidth=1, label="memory")
@@ -58,10 +58,6 @@ def _stack(axes: Any, names: Sequence[str], parts: dict[str, list[float]]) -> No
     for number, (name, sizes) in enumerate(parts.items()):
         axes.bar(names, sizes, bottom=below, width=0.6, color=f"C{number % 10}", label=name)
         below = [under + size for under, size in zip(below, sizes, strict=True)]
-
-
-def _largest(parts: dict[str, list[float]]) -> float:
-    return max(map(sum, zip(*parts.values(), strict=True)))
 
 
 def _figure_class() -> Any:

@@ -24,7 +24,7 @@ def stage_table(names: Sequence[str], predictions: Sequence[Prediction]) -> Tabl
         if any(cells):
             table.add_row(name, *cells, end_section=end)
 
-    trees = list(dict.fromkeys(tree for prediction in predictions for tree in prediction.bytes))
+    trees = shown_trees(predictions)
     for tree in trees:
         row(tree, lambda p, tree=tree: human_bytes(p.bytes[tree]), end=tree == trees[-1])
     row("total", lambda p: human_bytes(p.total))
@@ -43,6 +43,12 @@ def stage_table(names: Sequence[str], predictions: Sequence[Prediction]) -> Tabl
     for efficiency in EFFICIENCIES:
         row(f"GB/s for {efficiency:.0%}", lambda p, efficiency=efficiency: _bandwidth(p, efficiency))
     return table
+
+
+def shown_trees(predictions: Sequence[Prediction]) -> list[str]:
+    """The parts of the total, but those that are less than a thousandth of it everywhere."""
+    trees = dict.fromkeys(tree for prediction in predictions for tree in prediction.bytes)
+    return [tree for tree in trees if any(1000 * p.bytes[tree] >= p.total for p in predictions)]
 
 
 LEGEND = """\
