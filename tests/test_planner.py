@@ -589,6 +589,18 @@ def test_compile_for_absent_devices(capsys, spec, wheels):
     assert crossing == {spec == "h100:2x4"}
 
 
+def test_what_the_compiler_has_no_room_for_is_told(capsys, monkeypatch):
+    def refuse(self, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 19.91G of 15.75G\nand more")
+
+    monkeypatch.setattr(Blueprint, "program", refuse)
+    printed = " ".join(plan(capsys, "--devices", "8", "--compile", *SMALL).split())
+    assert "it does not fit, predicted" in printed
+    assert printed.endswith("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 19.91G of 15.75G")
+    record = json.loads(plan(capsys, "--devices", "8", "--compile", "--json", *SMALL))
+    assert "19.91G of 15.75G" in record["compiled"]["refusal"]
+
+
 # picture
 
 
