@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import toys
+from rich.console import Console
 
 import jzero
 from jzero.blueprint import Blueprint
@@ -25,6 +26,7 @@ from jzero.metrics.flops import flops_per_token
 from jzero.planner import main
 from jzero.planning import abstract_batch, blueprint_of, recommend, search, stages
 from jzero.planning.candidates import batch_plan
+from jzero.planning.compiled import compile_step, compiled_record, compiled_report
 from jzero.planning.links import crossing_share, traffic
 from jzero.planning.prediction import state_bytes
 from jzero.planning.recommendation import predict_config, what_would_fit
@@ -61,8 +63,7 @@ def tiny(**sections: dict | str):
 
 
 STATES = [
-    {"zero": {"stage": 1}, "precision": {"preset": "bf16"}, "train": {"ema_decay": 0.9}},
-    {"zero": {"stage": 2}, "precision": {"preset": "fp16"}, "train": {"accumulation_steps": 2}},
+    {"zero": {"stage": 2}, "precision": {"preset": "fp16"}, "train": {"accumulation_steps": 2, "ema_decay": 0.9}},
     {
         "zero": {"stage": 3, "group": "node", "optimizer_group": "all", "collectives": "explicit"},
         "mesh": {"replica": 2},
@@ -71,6 +72,7 @@ STATES = [
     {"zero": {"stage": 3}, "optimizer": {"name": "adamw8bit"}, "train": {"frozen": ["embed_tokens/*"]}},
 ]
 MORE_STATES = [
+    {"zero": {"stage": 1}, "precision": {"preset": "bf16"}},
     {"zero": {"stage": 0}},
     {"zero": {"stage": 3, "min_shard_elements": 0}, "precision": {"preset": "bf16", "moments": "bfloat16"}},
     {"zero": {"stage": 3, "group": "node"}, "mesh": {"replica": 2}, "optimizer": {"name": "lion"}},
@@ -594,11 +596,14 @@ def test_what_the_compiler_has_no_room_for_is_told(capsys, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 19.91G of 15.75G\nand more")
 
     monkeypatch.setattr(Blueprint, "program", refuse)
-    printed = " ".join(plan(capsys, "--devices", "8", "--compile", *SMALL).split())
+    config = tiny()
+    cluster = parse_devices("8", config.hardware)
+    step, predicted = compile_step(config, cluster), predict_config(config, cluster)
+    Console(width=300).print(compiled_report(step, predicted))
+    printed = capsys.readouterr().out.strip()
     assert "it does not fit, predicted" in printed
     assert printed.endswith("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 19.91G of 15.75G")
-    record = json.loads(plan(capsys, "--devices", "8", "--compile", "--json", *SMALL))
-    assert "19.91G of 15.75G" in record["compiled"]["refusal"]
+    assert "19.91G of 15.75G" in compiled_record(step, predicted)["refusal"]
 
 
 # picture

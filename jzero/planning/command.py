@@ -34,27 +34,29 @@ def run(
     if plot:
         assert_drawable(plot)
     console = Console()
+    step = compile_step(config, cluster) if compiling else None
     tried = stages(config, cluster)
     predictions = [predict_config(stage.config, cluster) for stage in tried]
     recommendation = recommend(tried, predictions)
+    own = [stage.config for stage in tried].index(config)
     ranked = search(config, cluster) if searching else []
-    step = compile_step(config, cluster) if compiling else None
-    own = predict_config(config, cluster) if compiling else None
     chosen = ranked[0] if ranked else None if recommendation.number is None else predictions[recommendation.number]
     if as_json:
         record = plan_record(tried, predictions, recommendation)
         if searching:
             record["search"] = [prediction_record(prediction) for prediction in ranked]
-        if step and own:
-            record["compiled"] = compiled_record(step, own)
+        if step:
+            record["compiled"] = compiled_record(step, predictions[own])
         print(json.dumps(record, indent=2))
     else:
         console.print(stage_table([stage.name for stage in tried], predictions))
         console.print(f"{LEGEND}\n{assumptions(predictions[0])}\n\n{recommendation.reason}", highlight=False)
         if ranked:
             console.print(search_table(ranked))
-        if step and own:
-            console.print(compiled_report(step, own))
+        elif searching:
+            console.print("Of all that the search tries, nothing fits.")
+        if step:
+            console.print(compiled_report(step, predictions[own]))
     if plot:
         draw([stage.name for stage in tried], predictions).savefig(plot, dpi=150)
     if write:
