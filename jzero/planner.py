@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JzeroError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # of a disk, or of who reads what is printed
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
