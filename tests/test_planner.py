@@ -339,8 +339,8 @@ def test_devices_without_figures_leave_it_open():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A search whose predictions are made up: memory rises with the micro-batch and what is kept, sharding lowers it;
-    time rises with the number of micro-batches and what is computed again. The configs that it tried."""
+    """A search whose predictions are made up: memory rises with the micro-batch, what is kept and by accumulation,
+    sharding lowers it; time rises with the number of micro-batches and what is computed again. The configs tried."""
     config = tiny(precision="bf16")
     real = predict_config(config, parse_devices("h100:8", config.hardware))
     tried = []
@@ -348,7 +348,8 @@ def quick(monkeypatch):
     def made_up(config, cluster):
         tried.append(config)
         micro, kept = config.train.micro_batch_size, ["full", "dots", "none"].index(config.model.remat)
-        size = int(1e9 * (micro * (1 + kept) + 8 - 2 * config.zero.stage))
+        added_up = 6 * (config.train.accumulation_steps > 1)
+        size = int(1e9 * (micro * (1 + kept) + added_up + 8 - 2 * config.zero.stage))
         shape = {"replica": config.mesh.replica, "data": cluster.num_devices // config.mesh.replica, "tensor": 1}
         foot = replace(real.footprint, activations=real.footprint.activations + size - real.total)
         times = replace(real.times, compute=3.0 - kept + 0.1 * config.train.accumulation_steps)
@@ -381,23 +382,27 @@ def test_search_tries_every_stage_batch_remat_and_mesh_and_ranks(quick):
 
 
 def test_search_tries_no_more_than_it_needs_and_leaves_out_what_does_not_fit(quick):
-    config = tiny(precision="bf16", train={"global_batch_size": 64}, hardware={"memory": 12e9 / 0.75})
+    config = tiny(precision="bf16", train={"global_batch_size": 64}, hardware={"memory": 14e9 / 0.75})
     ranked = search(config, parse_devices("h100:8", config.hardware))
     remats = ("full", "dots", "none")
     everything = [(stage, 1, micro, kept) for stage in range(4) for micro in (1, 2, 4, 8) for kept in range(3)]
     fitting = {
         (stage, one, micro, remats[kept])
         for stage, one, micro, kept in everything
-        if micro * (1 + kept) + 8 - 2 * stage <= 12
+        if micro * (1 + kept) + 6 * (micro < 8) + 8 - 2 * stage <= 14
     }
     assert set(ways(ranked)) == fitting
     assert len(fitting) < len(quick) < len(everything)
     assert (0, 1, 4, "none") not in ways(quick)  # 2 rows, all kept, were too much already
+    assert (1, 1, 8, "full") in fitting  # without accumulation, although half the rows with it do not fit
+    assert (1, 1, 4, "full") not in fitting
 
 
 def test_search_says_which_figures_it_misses():
     config = tiny(train={"global_batch_size": 8})
-    with pytest.raises(ConfigError, match=r"leaves .*hardware\.peak_flops.* unknown; name the hardware"):
+    with pytest.raises(
+        ConfigError, match=r"8 leaves hardware\.memory, hardware\.peak_flops, .*bandwidth unknown; name"
+    ):
         search(config, parse_devices("8", config.hardware))
 
 

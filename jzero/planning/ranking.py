@@ -19,24 +19,23 @@ def search(config: Config, cluster: Cluster) -> list[Prediction]:
 
     Raises ConfigError where a figure of the devices is missing that times or memory hang on.
     """
+    _assert_known(cluster)
     found = []
     for placement in _placements(config, cluster):
         placed = with_fields(config, placement)
         batch = batch_plan(placed, cluster.num_devices)
         too_large: list[tuple[int, int]] = []
-        for micro, saving in _steps(batch):
-            # More rows, or less rematerialised, take more memory than what did not fit already.
-            if any(micro >= other and saving >= less for other, less in too_large):
+        for micro, kept in _steps(batch):
+            if any(_takes_more(batch, micro, kept, *other) for other in too_large):
                 continue
             try:
-                prediction = predict_config(_cut(placed, batch, micro, _REMAT[saving]), cluster)
+                prediction = predict_config(_cut(placed, batch, micro, _REMAT[kept]), cluster)
             except UserError:
                 continue  # not every optimizer and loss is for every engine
-            _assert_known(prediction)
             if prediction.fits:
                 found.append(prediction)
             else:
-                too_large.append((micro, saving))
+                too_large.append((micro, kept))
     # To three digits: what the figures do not tell apart goes by the number of micro-batches, then by memory.
     speed = lambda one: float(f"{one.tokens_per_second:.3g}")
     return sorted(found, key=lambda one: (-speed(one), one.config.train.accumulation_steps, one.total))
@@ -57,12 +56,19 @@ def _placements(config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
             }
 
 
+def _takes_more(batch: BatchPlan, micro: int, kept: int, other: int, less: int) -> bool:
+    """Whether more rows at a time, or less rematerialised, take at least as much memory as others did. Without
+    accumulation no gradients are kept beside, so that says nothing then."""
+    alone = micro == batch.micro_batch_size * batch.accumulation_steps
+    return kept >= less and (micro == other or (micro > other and not alone))
+
+
 def _steps(batch: BatchPlan) -> Iterator[tuple[int, int]]:
     """Rows a device and micro-batch, halved from all of them, and how much is kept; least memory first."""
     sizes = [batch.micro_batch_size * batch.accumulation_steps]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
-    return ((micro, saving) for micro in reversed(sizes) for saving in range(len(_REMAT)))
+    return ((micro, kept) for micro in reversed(sizes) for kept in range(len(_REMAT)))
 
 
 def _cut(config: Config, batch: BatchPlan, micro: int, remat: str) -> Config:
@@ -70,10 +76,12 @@ def _cut(config: Config, batch: BatchPlan, micro: int, remat: str) -> Config:
     return with_fields(config, {**cut_batch(batch.global_batch_size, micro, rows // micro), "model.remat": remat})
 
 
-def _assert_known(prediction: Prediction) -> None:
-    if prediction.fits is None or prediction.times is None:
-        missing = [f"hardware.{name}" for name, value in vars(prediction.cluster.hardware).items() if value is None]
+def _assert_known(cluster: Cluster) -> None:
+    needed = ["memory", "peak_flops", "memory_bandwidth", "intra_bandwidth"]
+    needed += ["inter_bandwidth"] if cluster.nodes > 1 else []
+    missing = [f"hardware.{name}" for name in needed if getattr(cluster.hardware, name) is None]
+    if missing:
         raise ConfigError(
-            f"--search ranks by speed, and --devices {prediction.cluster.spec} leaves {', '.join(missing)} unknown; "
+            f"--search ranks by speed, and --devices {cluster.spec} leaves {', '.join(missing)} unknown; "
             "name the hardware (--devices h100:8), or set these"
         )
