@@ -545,12 +545,10 @@ SMALL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden
 def assert_compiled(record: dict, devices: int) -> None:
     compiled = record["compiled"]
     planned = next(stage for stage in record["stages"] if stage["name"] == str(compiled["stage"]))
-    sizes = compiled["bytes"]
-    assert sizes["arguments"] == sum(
-        size
-        for tree, size in planned["bytes"].items()
-        if tree not in ("gathered", "activations", "temporaries", "gradients", "total")
-    )
+    sizes, rest = compiled["bytes"], ("gathered", "activations", "temporaries", "gradients", "total")
+    arguments = sum(size for tree, size in planned["bytes"].items() if tree not in rest)
+    tiled = "TPU" in compiled["target"]  # XLA:TPU pads arrays to its tiles
+    assert sizes["arguments"] >= arguments if tiled else sizes["arguments"] == arguments
     assert sizes["peak"] == sizes["arguments"] + sizes["temporaries"] + sizes["outputs"] - sizes["aliased"]
     assert {one["axes"][0] for one in compiled["collectives"] if one["axes"]} == {"data"}
     assert any(one["kind"] == "all-gather" and one["group"] == devices for one in compiled["collectives"])
@@ -598,6 +596,10 @@ def test_compile_for_absent_devices(capsys, spec, wheels):
     assert_compiled(record, 8)
     crossing = {one["crosses_nodes"] for one in record["compiled"]["collectives"]}
     assert crossing == {spec == "h100:2x4"}
+    if "libtpu" not in wheels:  # XLA:TPU does not tell how often a loop runs
+        sent = sum(one["sent_bytes"] for one in record["compiled"]["collectives"])
+        planned = next(stage["sent_bytes"] for stage in record["stages"] if stage["name"] == "3")
+        assert sent == pytest.approx(planned, abs=100)  # of a few numbers of loss and norm
 
 
 def test_what_the_compiler_has_no_room_for_is_told(capsys, monkeypatch):
