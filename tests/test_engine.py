@@ -631,6 +631,8 @@ ORDER = [
     *("model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("apart", "grads", "grads_xla", "grads_explicit", "collectives", "state", "step"),
     *("manifest", "checkpoint", "report", "blueprint", "traffic", "warm_start", "engine"),
+    *("footprint.operations", "footprint.rules", "footprint.rewrites", "footprint.schedule", "footprint.standing"),
+    *("footprint.peak", "footprint"),
     *("auditing.finding", "auditing.placement", "auditing.explain", "auditing.report", "auditing"),
     *("data.tokenizer", "data.documents", "data.paths", "data.rows", "data.ids", "data.sources"),
     *("data.cache", "data.encode", "data.corpus", "data.windows", "data.pipeline", "data.own", "data.loader", "data"),
@@ -639,7 +641,7 @@ ORDER = [
     *("metrics.writer", "metrics.profiler", "metrics.plot", "metrics.__main__", "display", "signals", "sinks"),
     *("models.rotary", "models.layers", "models.decoder", "models.build", "models.generate", "models"),
     *("sample", "trainer", "train", "bench", "deepspeed_estimates"),
-    *("planning.standins", "planning.work", "planning.links", "planning.times", "planning.prediction"),
+    *("planning.work", "planning.links", "planning.times", "planning.prediction"),
     *("planning.candidates", "planning.recommendation", "planning.ranking", "planning.tables", "planning.record"),
     *("planning.compiled", "planning.plot", "planning.command", "planning", "planner"),
 ]

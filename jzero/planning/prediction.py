@@ -9,13 +9,13 @@ import jax
 
 from jzero.blueprint import Blueprint
 from jzero.config import Config
+from jzero.footprint import Footprint, estimate_footprint
 from jzero.hardware import Cluster
 from jzero.leaf import LeafPlan
 from jzero.mesh import BATCH_AXES
 from jzero.metrics.flops import flops_per_token
 from jzero.plan import Plan
 from jzero.planning.links import Traffic, traffic
-from jzero.planning.standins import Footprint, estimate_footprint
 from jzero.planning.times import Times, step_times
 from jzero.planning.work import product_flops
 from jzero.state import plan_tree
@@ -94,16 +94,16 @@ def predict(config: Config, blueprint: Blueprint, batch: Mapping[str, Any], clus
 
     Nothing is compiled.
     """
-    program, plan = blueprint.trace_step(batch).jaxpr, blueprint.plan
-    sent = traffic(planned_transfers(blueprint, program), plan.axis_sizes, cluster)
-    flops = product_flops(program, math.prod(plan.axis_sizes[axis] for axis in BATCH_AXES))
+    traced, plan = blueprint.trace_step(batch), blueprint.plan
+    sent = traffic(planned_transfers(blueprint, traced.jaxpr), plan.axis_sizes, cluster)
+    flops = product_flops(traced.jaxpr, math.prod(plan.axis_sizes[axis] for axis in BATCH_AXES))
     return Prediction(
         config,
         cluster,
         plan,
         blueprint.collectives(blueprint.micro_batches(batch)).engine,
         jax.tree.leaves(batch)[0].shape[0],
-        estimate_footprint(blueprint, program, cluster.platform),
+        estimate_footprint(blueprint, traced, cluster.platform),
         sent,
         flops,
         step_times(config, plan, cluster, flops, sent.seconds),
