@@ -631,7 +631,7 @@ ORDER = [
     *("model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("apart", "grads", "grads_xla", "grads_explicit", "collectives", "state", "step"),
     *("manifest", "checkpoint", "report", "blueprint", "traffic", "warm_start", "engine"),
-    *("footprint.operations", "footprint.rules", "footprint.rewrites", "footprint.schedule", "footprint.standing"),
+    *("footprint.rules", "footprint.operations", "footprint.rewrites", "footprint.standing", "footprint.schedule"),
     *("footprint.peak", "footprint"),
     *("auditing.finding", "auditing.placement", "auditing.explain", "auditing.report", "auditing"),
     *("data.tokenizer", "data.documents", "data.paths", "data.rows", "data.ids", "data.sources"),

@@ -12,6 +12,8 @@ from jzero.jaxprs import Program, opened, subprograms
 from jzero.leaf import axis_extent
 from jzero.usepoint import GATHER, SCATTER
 
+SLICE = "slice_of_stack"  # what a turn of a loop takes of an array that it goes through
+
 # Operations whose result is their operand.
 _SAME = frozenset(
     ("bitcast_convert_type", "copy", "copy_p", "expand_dims", "mesh_cast", "name", "optimization_barrier", "pvary")
@@ -37,8 +39,8 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """One operation. shapes: of its operands, as the program has them. bodies: of a loop one, of a branch one for each
-    way. backward: it belongs to the backward pass."""
+    """One operation. A scan reads the first values of its carries first. shapes: of its operands, as the program has
+    them. bodies: of a loop one, of a branch one for each way. backward: it belongs to the backward pass."""
 
     name: str
     reads: list[Value]
@@ -131,7 +133,7 @@ class _Reader:
         params, body = equation.params, opened(equation.params["jaxpr"])
         first, end = params["num_consts"], params["num_consts"] + params["num_carry"]
         carries = [Value(x.elements, x.dtype, None, x.gathered, x.of_batch) for x in reads[first:end]]
-        slices = [Op("dynamic_slice", [x], [], backward="transpose(" in where) for x in reads[end:]]
+        slices = [Op(SLICE, [x], [], backward="transpose(" in where) for x in reads[end:]]
         stacks = {
             op.make(max(1, x.elements // params["length"]), x.dtype, like=x): x
             for op, x in zip(slices, reads[end:], strict=True)
@@ -142,7 +144,7 @@ class _Reader:
         self.equations(body, env, inner, where)
         gives = [_get(env, var) for var in body.outvars]
         backward = "transpose(" in where or any(op.backward for op in inner)
-        scan = Op("scan", list(reads), [], params, backward=backward)
+        scan = Op("scan", [*reads[first:end], *reads[:first], *reads[end:]], [], backward=backward)
         results, given = [], gives[: len(carries)]
         for var, value, carry in zip(equation.outvars, gives, [*carries, *[None] * len(gives)], strict=False):
             like = value or _whole(var)
@@ -188,12 +190,16 @@ def _made(
 
 
 def _pruned(scope: Scope) -> Scope:
-    """Without the operations that nothing needs."""
+    """Without the operations that nothing needs, and what loops are given but do not read."""
     needed = {id(x) for x in scope.gives if x is not None}
     kept: list[Op] = []
     for op in reversed(scope.ops):
         if not op.makes or any(id(x) in needed for x in op.makes):
             kept.append(bodies_by(_pruned, op))
+            if op.name == "scan":
+                (body,) = op.bodies
+                used = {id(x) for inner in body.ops for x in inner.reads} | {id(x) for x in body.gives}
+                op.reads = [x for n, x in enumerate(op.reads) if n < len(body.takes) or id(x) in used]
             needed |= {id(x) for x in op.reads}
     return Scope(kept[::-1], scope.takes, scope.gives)
 

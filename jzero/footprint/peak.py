@@ -53,9 +53,8 @@ def _overwritten(op: Op, makes: list[Value], dying: list[Value], reads: list[Val
     """The values whose memory the results of an operation take over: a loop's carries that of their first values, what
     is computed element by element that of an operand."""
     if op.name == "scan":
-        num_consts, num_carry = op.params["num_consts"], op.params["num_carry"]
-        first = {id(x) for x in op.reads[num_consts : num_consts + num_carry]}
-        carries = {id(x) for x in op.makes[:num_carry]}
+        num_carries = len(op.bodies[0].takes)
+        first, carries = ({id(x) for x in values[:num_carries]} for values in (op.reads, op.makes))
         makes, dying = [x for x in makes if id(x) in carries], [x for x in dying if id(x) in first]
     elif op.name not in _IN_PLACE or (op.name in FUSED and any(x.elements != op.makes[0].elements for x in reads)):
         return []

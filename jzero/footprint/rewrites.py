@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jzero.footprint.operations import Op, Scope, Value, bodies_by
+from jzero.footprint.operations import SLICE, Op, Scope, Value, bodies_by
 from jzero.footprint.rules import Rules
 
 _FLOAT32 = np.dtype("float32")
@@ -77,12 +77,11 @@ def _order(batch: Sequence[int], summed: Sequence[int], ndim: int, side: int) ->
 
 
 def _widen_stacks(scan: Op, copy_of: Any) -> None:
-    for number in range(scan.params["num_consts"] + scan.params["num_carry"], len(scan.reads)):
-        stack = scan.reads[number]
-        if np.dtype("bfloat16") == stack.dtype:
-            wide = scan.reads[number] = copy_of(stack, (id(stack), ()))
-            for inner in scan.bodies[0].ops:
-                inner.reads = [wide if x is stack else x for x in inner.reads]
+    for op in scan.bodies[0].ops:
+        (stack, *_) = op.reads or [None]
+        if op.name == SLICE and np.dtype("bfloat16") == stack.dtype:
+            op.reads = [copy_of(stack, (id(stack), ()))]
+            scan.reads = [op.reads[0] if x is stack else x for x in scan.reads]
 
 
 def _with_joined_sums(scope: Scope) -> Scope:

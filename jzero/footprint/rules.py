@@ -10,8 +10,8 @@ _CHEAP = """
     abs add add_any and broadcast_in_dim ceil clamp clz complex concatenate conj convert_element_type copy_sign div
     dynamic_slice empty eq floor full ge gt imag integer_pow iota is_finite le lt max min mul ne neg nextafter not or
     pad population_count random_bits random_fold_in random_seed random_split random_unwrap random_wrap real rem rev
-    round select_n shift_left shift_right_arithmetic shift_right_logical sign slice split square stack sub
-    threefry2x32 transpose xor
+    round select_n shift_left shift_right_arithmetic shift_right_logical sign slice slice_of_stack split square stack
+    sub threefry2x32 transpose xor
 """
 _DEAR = """
     acos asin atan atan2 cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma log log1p logistic pow rsqrt sin
@@ -21,7 +21,9 @@ _DEAR = """
 # What a compiler computes on the way to where it is read. Whatever is not named here stands.
 FUSED = frozenset((_CHEAP + _DEAR).split())
 # Computed anew by every reader, even where others are not.
-MOVES = frozenset(("broadcast_in_dim", "dynamic_slice", "empty", "full", "iota", "slice", "split", "transpose"))
+MOVES = frozenset(
+    ("broadcast_in_dim", "dynamic_slice", "empty", "full", "iota", "slice", "slice_of_stack", "split", "transpose")
+)
 # Their results stand, but what they read may be computed on the way.
 REDUCTIONS = frozenset(
     ("argmax", "argmin", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum")

@@ -1,0 +1,217 @@
+"""The memory of a step predicted from its traced program, beside what compilers report for it."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from programs import peak_bytes
+
+from jzero.blueprint import Blueprint, prepare
+from jzero.config import load_config
+from jzero.footprint import Footprint, estimate_footprint
+from jzero.mesh import topology
+from jzero.models import build_model
+from jzero.trainer import language_model_loss
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+HERE = ("runtime.platform=cpu", "runtime.fake_devices=null")
+TOLERANCE = 0.15
+
+
+def shipped(name: str, *fields: str, devices: Any = None) -> tuple[Blueprint, jax.stages.Traced]:
+    """A config's step, with the 257 tokens of its bytes, over 8 devices."""
+    config = load_config(str(CONFIGS / f"{name}.yaml"), [*HERE, *fields])
+    made = prepare(build_model(config.model, 257), language_model_loss, None, config, devices)
+    shape = (config.train.global_batch_size, config.data.sequence_length + 1)
+    return made, made.trace_step({"tokens": jax.ShapeDtypeStruct(shape, np.int32)})
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """jax's own attention refuses bfloat16 under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def off(made: Blueprint, traced: jax.stages.Traced, platform: Any) -> float:
+    """By which part of the compiler's peak the predicted one is beside it."""
+    return estimate_footprint(made, traced, platform).peak / peak_bytes(traced.lower().compile()) - 1
+
+
+# On CPU. Errors in percent with jax 0.10.2, of which the first two hold for the config as it is shipped.
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param((), id="shipped"),  # -12
+        pytest.param(("zero.stage=0",), id="stage 0"),  # -5
+        pytest.param(("zero.collectives=explicit", "zero.stage=0"), id="explicit stage 0"),  # 4
+        pytest.param(("model.scan_layers=false", "model.num_hidden_layers=2"), id="listed"),
+        pytest.param(("train.accumulation_steps=4", "zero.stage=2", "model.remat=dots"), id="accumulating dots"),
+        pytest.param(("model.remat=none", "precision=bf16"), id="bf16 without remat"),
+    ],
+)
+def test_the_peak_of_the_quickstart_is_predicted_on_cpu(fields):
+    assert abs(off(*shipped("quickstart", *fields), "cpu")) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("engine", ["xla", "explicit"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_the_peak_is_predicted_on_cpu_whatever_the_config_says(stage, engine, remat, scan):
+    fields = (f"zero.stage={stage}", f"zero.collectives={engine}", f"model.remat={remat}", f"model.scan_layers={scan}")
+    assert abs(off(*shipped("quickstart", *fields), "cpu")) < 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama_1b", "mistral", "qwen3"])  # off by -7, -2, -1 and -5 %
+def test_the_peak_of_the_larger_configs_is_predicted_on_cpu(name):
+    assert abs(off(*shipped(name), "cpu")) < TOLERANCE
+
+
+# On accelerators that are not there: python -m pytest -m aot
+
+
+def absent(platform: str, small: str, large: str, *modules: str) -> list[Any]:
+    """The shipped configs for a platform, those that need it for larger chips."""
+    missing = pytest.mark.skipif(not any(map(find_spec, modules)), reason=f"no compiler for {platform} is installed")
+    chips = {"gpt2": small, "llama_1b": small, "qwen3": small, "mistral": large}
+    marks = [pytest.mark.aot, missing]
+    return [pytest.param(platform, chip, name, marks=marks, id=f"{platform} {name}") for name, chip in chips.items()]
+
+
+@pytest.mark.parametrize(
+    ("platform", "chip", "name"),
+    [
+        *absent("gpu", "h100:8", "h100:8", "jax_cuda12_plugin", "jax_cuda13_plugin"),  # -2, 1, 1 and 0 %
+        *absent("tpu", "v5e:2x4", "v5p:2x2x2", "libtpu"),  # -8, -8, -12 and -4 %
+    ],
+)
+def test_the_peak_of_the_shipped_configs_is_predicted_on_accelerators(platform, chip, name):
+    assert abs(off(*shipped(name, devices=topology(platform, chip)), platform)) < TOLERANCE
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(
+    not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), reason="no CUDA plugin is installed"
+)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("zero.stage=0",),  # 1 %
+        ("zero.stage=1",),  # 1 %
+        ("zero.collectives=explicit",),  # 3 %
+        ("train.accumulation_steps=4",),  # 1 %
+        ("model.remat=dots",),  # -1 %
+    ],
+)
+def test_the_peak_of_llama_1b_is_predicted_on_gpu_whatever_the_config_says(fields):
+    assert abs(off(*shipped("llama_1b", *fields, devices=topology("gpu", "h100:8")), "gpu")) < TOLERANCE
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed")
+def test_a_small_step_on_tpu_has_its_temporaries_in_vector_memory():
+    made, traced = shipped("quickstart", devices=topology("tpu", "v5e:2x4"))
+    footprint, memory = estimate_footprint(made, traced, "tpu"), traced.lower().compile().memory_analysis()
+    assert footprint.temporaries == footprint.activations == footprint.gathered == 0
+    # The code is counted as temporary; the rest of it is tiles that small arrays do not fill.
+    assert memory.temp_size_in_bytes - memory.generated_code_size_in_bytes < footprint.arguments / 2
+
+
+# What it is made of.
+
+
+class Model(nnx.Module):
+    """Nothing divides by 8; a frozen part, a padded matrix, a stack of layers, batch statistics."""
+
+    def __init__(self, layers: int, rngs: nnx.Rngs):
+        self.embed = nnx.Linear(7, 50, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: nnx.Linear(50, 50, rngs=rngs))(rngs.split(layers))
+        self.norm = nnx.BatchNorm(50, rngs=rngs)
+        self.head = nnx.Linear(50, 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.embed(x)
+        run = nnx.scan(lambda block, x: jnp.tanh(block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return self.head(self.norm(run(self.blocks, x)))
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(jnp.square(model(batch["x"]) - batch["y"]))
+
+
+def step(rows: int = 48, layers: int = 3, devices: Any = None, **config: Any) -> tuple[Blueprint, jax.stages.Traced]:
+    model = lambda rngs: Model(layers, rngs)
+    sections = {"zero": {"stage": 3, "min_shard_elements": 0}, "train": {}} | config
+    sections["train"] = {"global_batch_size": rows, **sections["train"]}
+    made = prepare(model, loss, optax.adam(0.01), sections, devices)
+    shapes = {"x": jax.ShapeDtypeStruct((rows, 7), np.float32), "y": jax.ShapeDtypeStruct((rows, 5), np.float32)}
+    return made, made.trace_step(shapes)
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_arguments_and_outputs_are_exact(stage, replica):
+    made, traced = step(
+        zero={"stage": stage, "min_shard_elements": 0, "group": "node"},
+        mesh={"replica": replica},
+        precision={"preset": "fp16"},
+        train={"frozen": ["embed/*"], "ema_decay": 0.9},
+    )
+    plan = made.plan
+    assert plan.ema
+    assert plan.loss_scale
+    assert len(plan.params) > len(plan.weights)
+    assert stage == 0 or any(leaf.padded for leaf in plan.params.values())
+    memory = traced.lower().compile().memory_analysis()
+    assert estimate_footprint(made, traced, "cpu").arguments == memory.argument_size_in_bytes
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("engine", ["xla", "explicit"])
+def test_it_needs_no_devices(platform, engine):
+    """The same figures for a number of devices as for the devices."""
+    fields = (f"zero.collectives={engine}",)
+    assert estimate_footprint(*shipped("llama_1b", *fields, devices=8), platform) == pinned(engine, platform)
+
+
+def pinned(engine: str, platform: str) -> Footprint:
+    made, traced = shipped("llama_1b", f"zero.collectives={engine}")
+    return estimate_footprint(made, traced, platform)
+
+
+def peak(*fields: str, platform: Any = "gpu") -> Footprint:
+    return estimate_footprint(*shipped("gpt2", *fields, devices=8), platform)
+
+
+def test_kinds_move_with_what_they_are_made_of():
+    whole = peak()
+    assert peak("zero.stage=2").gathered == 0 < whole.gathered
+    more_rows = peak("train.global_batch_size=256")
+    assert 1.9 < more_rows.activations / whole.activations < 2.1
+    assert 1.8 < more_rows.temporaries / whole.temporaries < 2.1
+    assert more_rows.gathered == whole.gathered
+    in_turn = peak("train.accumulation_steps=4")
+    assert in_turn.temporaries < whole.temporaries / 2
+    more_layers = peak("model.num_hidden_layers=24")
+    assert 1.9 < more_layers.activations / whole.activations < 2.1
+    kept = [peak(f"model.remat={remat}").activations for remat in ("full", "dots", "none")]
+    assert kept == sorted(kept)
+    assert kept[0] < kept[1] / 2 < kept[2] / 4
+
+
+def test_several_micro_batches_hold_whole_gradients_at_stage_1_and_shards_at_stage_2():
+    fields = ("train.accumulation_steps=16", "zero.collectives=explicit")
+    one, two = (peak(f"zero.stage={stage}", *fields) for stage in (1, 2))
+    assert one.arguments == two.arguments
+    parameters = 86_036_736
+    # The sum in float32, and those of the micro-batch at hand in bfloat16; at stage 2 an eighth of both.
+    assert one.peak - two.peak == pytest.approx(6 * parameters * 7 / 8, rel=0.15)
