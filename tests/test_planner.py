@@ -30,6 +30,7 @@ from jzero.planning.compiled import compile_step, compiled_record, compiled_repo
 from jzero.planning.links import crossing_share, traffic
 from jzero.planning.prediction import state_bytes
 from jzero.planning.recommendation import predict_config, what_would_fit
+from jzero.planning.tables import assumptions, search_table
 from jzero.planning.times import exposed
 from jzero.planning.work import product_flops
 from jzero.traffic import Transfer
@@ -149,16 +150,11 @@ def test_work_is_the_models_without_rematerialisation_and_a_forward_pass_more_wi
     assert 1.1 < counted(blueprint_of(again, 8), again) < 4 / 3
 
 
-def test_attention_by_cudnn_is_planned_as_xlas(capsys):
-    arguments = (
-        "--devices",
-        "h100:1",
-        "model.attention=cudnn",
-        "precision=bf16",
-        "runtime.fake_devices=null",
-        "zero.stage=0",
-    )
-    assert "(model.attention = cudnn: less)" in " ".join(plan(capsys, *arguments).split())
+def test_attention_by_cudnn_is_planned_as_xlas():
+    config = tiny(model={"attention": "cudnn", "head_dim": 16}, precision="bf16")
+    prediction = predict_config(config, parse_devices("h100:8", config.hardware))
+    assert "(model.attention = cudnn: less)" in assumptions(prediction)
+    assert prediction.config.model.attention == "cudnn"
 
 
 # links and time
@@ -273,24 +269,30 @@ def test_1_3_billion_parameters_on_8_devices_of_80_gb_need_no_sharding():
 
 
 def test_as_memory_shrinks_the_smallest_sufficient_stage_grows():
+    """Of a single micro-batch, stages 1 and 2 hold as much under `xla`: gradients are scattered where they arise."""
     tried, predictions = billion()
     totals = [prediction.total for prediction in predictions]
     assert totals == sorted(totals, reverse=True)
-    for number, total in enumerate(totals):
-        for enough in (1.001, (totals[number - 1] / total - 1) * 0.9 + 1 if number else 1.5):
-            found = recommend(tried, with_memory(predictions, total * enough / 0.75))
-            assert found.number == number
-            assert number == 0 or f"Stage {number} is the smallest that fits" in found.reason
-            assert number == 0 or f"stage {number - 1} takes" in found.reason
+    number = None
+    for memory in np.geomspace(1.1 * totals[0], 1.001 * totals[-1], 25):
+        found = recommend(tried, with_memory(predictions, memory / 0.75))
+        assert found.number == next(n for n, total in enumerate(totals) if total <= int(memory))
+        if found.number != number and number is not None:
+            assert f"Stage {found.number} is the smallest that fits" in found.reason
+            assert f"stage {found.number - 1} takes" in found.reason
+        number = found.number
+    assert number == 3
 
 
-def test_where_nothing_fits_it_says_what_would():
+def test_where_nothing_fits_it_says_what_would(monkeypatch):
+    monkeypatch.setattr(
+        "jzero.planning.recommendation.what_would_fit", lambda config, cluster: f"{config.zero.stage} would"
+    )
     tried, predictions = billion()
-    less = with_memory(predictions, predictions[-1].total * 0.9 / 0.75)
-    found = recommend(tried, less)
+    found = recommend(tried, with_memory(predictions, predictions[-1].total * 0.9 / 0.75))
     assert found.number is None
-    assert "No stage fits: stage 3 takes" in found.reason
-    assert "with train.micro_batch_size=1 train.accumulation_steps=4" in found.reason
+    assert found.reason.startswith("No stage fits: stage 3 takes ")
+    assert found.reason.endswith("; 3 would.")
 
 
 SMALLER = "train.micro_batch_size=1 train.accumulation_steps=8"
@@ -321,17 +323,6 @@ def test_the_mildest_change_that_fits_is_told(monkeypatch, remat, rows, usable, 
 
     monkeypatch.setattr("jzero.planning.recommendation.predict_config", made_up)
     assert what_would_fit(config, cluster) == told
-
-
-def test_devices_without_figures_leave_it_open():
-    config = tiny()
-    cluster = parse_devices("8", config.hardware)
-    tried = stages(config, cluster)
-    predictions = [predict_config(stage.config, cluster) for stage in tried]
-    found = recommend(tried, predictions)
-    assert found.number is None
-    assert "set hardware.memory" in found.reason
-    assert {prediction.fits for prediction in predictions} == {None}
 
 
 # search
@@ -376,6 +367,13 @@ def test_search_tries_every_stage_batch_remat_and_mesh_and_ranks(quick):
     assert speeds == sorted(speeds, reverse=True)
     assert {(p.config.train.micro_batch_size, p.config.model.remat) for p in ranked[:10]} == {(8, "none")}
     assert ranked[0].config.zero.stage == 3  # of equally fast ones that of least memory
+    console = Console(width=80, record=True)
+    console.print(search_table(ranked))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "120 ways that fit 8 h100 of 80 GB in 4 nodes, the 12 fastest shown" in lines[0]
+    assert [cell.strip() for cell in lines[4].strip("│").split("│")][:4] == ["3", "1 x 8", "8 x 1", "none"]
+    assert not any("…" in line for line in lines)
     for prediction in ranked:
         train = prediction.config.train
         assert train.micro_batch_size * train.accumulation_steps * 8 == train.global_batch_size == 64
@@ -452,15 +450,20 @@ SCHEMA = {
 }
 
 
-def test_json_of_devices_without_figures(capsys):
-    record = json.loads(plan(capsys, "--json", "runtime.fake_devices=null"))
+def test_json_of_devices_without_figures(capsys, tmp_path):
+    file = tmp_path / "chosen.yaml"
+    assert main(["--config", QUICKSTART, "--json", "runtime.fake_devices=null", "--write", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert "nothing to write. The devices' memory is not known" in printed.err
+    assert not file.exists()
+    record = json.loads(printed.out)
     assert_matches(record, SCHEMA)
     assert (record["devices"], record["hardware"]["name"]) == (8, None)  # as many without --devices
     assert [stage["stage"] for stage in record["stages"]] == [0, 1, 2, 3]
-    assert (
-        {stage["step_seconds"] for stage in record["stages"]} == {stage["fits"] for stage in record["stages"]} == {None}
-    )
+    assert {stage["step_seconds"] for stage in record["stages"]} == {None}
+    assert {stage["fits"] for stage in record["stages"]} == {None}
     assert record["recommended"]["stage"] is None
+    assert "set hardware.memory" in record["recommended"]["reason"]
 
 
 def test_json_picture_and_config_of_a_cluster(capsys, tmp_path):
@@ -489,6 +492,7 @@ def test_json_picture_and_config_of_a_cluster(capsys, tmp_path):
     assert file.read_text() == before
 
 
+@pytest.mark.slow
 def test_tables_fit_80_columns_and_a_search_is_written(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "chosen.yaml"
@@ -525,7 +529,6 @@ def test_of_several_nodes_tables_fit_80_columns_too(capsys, monkeypatch):
         (("--write", "missing/plan.yaml"), "there is no directory missing"),
         (("--plot", "plan.txt"), "its ending must be one of"),
         (("zero.stage=4",), "zero.stage = 4"),
-        (("runtime.fake_devices=1", "--write", "plan.yaml"), "nothing to write. The devices' memory is not known"),
     ],
 )
 def test_mistakes_cost_a_message_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, told):
