@@ -44,6 +44,10 @@ def off(made: Blueprint, traced: jax.stages.Traced, platform: Any) -> float:
     return estimate_footprint(made, traced, platform).peak / peak_bytes(traced.lower().compile()) - 1
 
 
+def analysis(traced: jax.stages.Traced) -> Any:
+    return traced.lower().compile().memory_analysis()
+
+
 # On CPU. Errors in percent with jax 0.10.2, of which the first two hold for the config as it is shipped.
 @pytest.mark.parametrize(
     "fields",
@@ -120,7 +124,7 @@ def test_the_peak_of_llama_1b_is_predicted_on_gpu_whatever_the_config_says(field
 @pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed")
 def test_a_small_step_on_tpu_has_its_temporaries_in_vector_memory():
     made, traced = shipped("quickstart", devices=topology("tpu", "v5e:2x4"))
-    footprint, memory = estimate_footprint(made, traced, "tpu"), traced.lower().compile().memory_analysis()
+    footprint, memory = estimate_footprint(made, traced, "tpu"), analysis(traced)
     assert footprint.temporaries == footprint.activations == footprint.gathered == 0
     # The code is counted as temporary; the rest of it is tiles that small arrays do not fill.
     assert memory.temp_size_in_bytes - memory.generated_code_size_in_bytes < footprint.arguments / 2
@@ -171,8 +175,7 @@ def test_arguments_and_outputs_are_exact(stage, replica):
     assert plan.loss_scale
     assert len(plan.params) > len(plan.weights)
     assert stage == 0 or any(leaf.padded for leaf in plan.params.values())
-    memory = traced.lower().compile().memory_analysis()
-    assert estimate_footprint(made, traced, "cpu").arguments == memory.argument_size_in_bytes
+    assert estimate_footprint(made, traced, "cpu").arguments == analysis(traced).argument_size_in_bytes
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
@@ -183,7 +186,7 @@ def test_it_needs_no_devices(platform, engine):
     assert estimate_footprint(*shipped("llama_1b", *fields, devices=8), platform) == pinned(engine, platform)
 
 
-def pinned(engine: str, platform: str) -> Footprint:
+def pinned(engine: str, platform: Any) -> Footprint:
     made, traced = shipped("llama_1b", f"zero.collectives={engine}")
     return estimate_footprint(made, traced, platform)
 

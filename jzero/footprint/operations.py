@@ -99,7 +99,7 @@ class _Reader:
             reads = [_get(env, var) for var in equation.invars]
             env |= zip(equation.outvars, self._results(equation, reads, ops, where), strict=True)
 
-    def _results(self, equation: core.JaxprEqn, reads: list[Value | None], ops: list[Op], where: str) -> list[Value]:
+    def _results(self, equation: Any, reads: list[Value | None], ops: list[Op], where: str) -> list[Value]:
         name, inner = equation.primitive.name, subprograms(equation)
         if name == "scan":
             return self._scan(equation, _all(equation, reads), ops, where)
@@ -118,7 +118,7 @@ class _Reader:
         sizes = [max(1, -(-math.prod(out.aval.shape) // parts)) for out in equation.outvars]
         return _made(name, equation, reads, sizes, ops, where)
 
-    def _constrained(self, equation: core.JaxprEqn, value: Value, ops: list[Op], where: str) -> list[Value]:
+    def _constrained(self, equation: Any, value: Value, ops: list[Op], where: str) -> list[Value]:
         sharding = equation.params["sharding"]
         of_weight = f"{GATHER}[" in where or f"{SCATTER}[" in where or not value.of_batch
         if not of_weight or not isinstance(sharding, NamedSharding):
@@ -129,7 +129,7 @@ class _Reader:
         name = "gather_parts" if elements > value.elements else "scatter_part"
         return _made(name, equation, [value], [elements], ops, where)
 
-    def _scan(self, equation: core.JaxprEqn, reads: list[Value], ops: list[Op], where: str) -> list[Value]:
+    def _scan(self, equation: Any, reads: list[Value], ops: list[Op], where: str) -> list[Value]:
         params, body = equation.params, opened(equation.params["jaxpr"])
         first, end = params["num_consts"], params["num_consts"] + params["num_carry"]
         carries = [Value(x.elements, x.dtype, None, x.gathered, x.of_batch) for x in reads[first:end]]
@@ -158,7 +158,7 @@ class _Reader:
         ops.append(scan)
         return results
 
-    def _branches(self, equation: core.JaxprEqn, reads: list[Value], ops: list[Op], where: str) -> list[Value]:
+    def _branches(self, equation: Any, reads: list[Value], ops: list[Op], where: str) -> list[Value]:
         """Of while and cond: the operands of a body or branch are the equation's last ones."""
         op = Op(equation.primitive.name, reads, [], backward="transpose(" in where)
         for program in equation.params.get("branches") or [equation.params["body_jaxpr"]]:
@@ -176,7 +176,7 @@ class _Reader:
 
 
 def _made(
-    name: str, equation: core.JaxprEqn, reads: list[Value | None], sizes: Sequence[int], ops: list[Op], where: str
+    name: str, equation: Any, reads: list[Value | None], sizes: Sequence[int], ops: list[Op], where: str
 ) -> list[Value]:
     there = [x for x in reads if x is not None]
     shapes = tuple(var.aval.shape for var in equation.invars)
@@ -204,7 +204,7 @@ def _pruned(scope: Scope) -> Scope:
     return Scope(kept[::-1], scope.takes, scope.gives)
 
 
-def _all(equation: core.JaxprEqn, reads: list[Value | None]) -> list[Value]:
+def _all(equation: Any, reads: list[Value | None]) -> list[Value]:
     return [_whole(var) if x is None else x for var, x in zip(equation.invars, reads, strict=True)]
 
 

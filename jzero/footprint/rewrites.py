@@ -78,8 +78,8 @@ def _order(batch: Sequence[int], summed: Sequence[int], ndim: int, side: int) ->
 
 def _widen_stacks(scan: Op, copy_of: Any) -> None:
     for op in scan.bodies[0].ops:
-        (stack, *_) = op.reads or [None]
-        if op.name == SLICE and np.dtype("bfloat16") == stack.dtype:
+        if op.name == SLICE and np.dtype("bfloat16") == op.reads[0].dtype:
+            stack = op.reads[0]
             op.reads = [copy_of(stack, (id(stack), ()))]
             scan.reads = [op.reads[0] if x is stack else x for x in scan.reads]
 
