@@ -21,6 +21,7 @@ from jzero.errors import ConfigError, DataError, UserError
 from jzero.grads import Loss, bind_params
 from jzero.loss_scale import init_loss_scale
 from jzero.mesh import Device
+from jzero.out_of_memory import memory_told
 from jzero.report import plan_report
 from jzero.state import TrainState, assert_placement, from_named, init_state, init_values, named, plan_tree, shardings
 from jzero.step import Metrics
@@ -54,6 +55,7 @@ class Engine:
         self.config, self.mesh, self.plan = blueprint.config, blueprint.mesh, blueprint.plan
         self._blueprint = blueprint
         self._programs: dict[Hashable, TrainProgram] = {}  # by the shapes of a batch
+        self._ran: set[int] = set()  # which of them have done a step
         self._eval_steps: dict[tuple[int, bool], Any] = {}
         self._applied: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
         self._start(*init_values(blueprint.model, self.plan, self.mesh, self.config.train.seed))
@@ -73,9 +75,13 @@ class Engine:
         """
         self._blueprint.micro_batches(batch)  # refuses a number of rows before they are placed
         state, batch = self._live_state, self.place(batch)
-        compiled = self.program(batch).compiled
-        self._settled(state.step)
-        self.state, metrics = compiled(state, batch)
+        program = self.program(batch)
+        with memory_told(self._blueprint):
+            self._settled(state.step)
+            self.state, metrics = program.compiled(state, batch)
+            if id(program) not in self._ran:  # a lack of memory shows where a result is waited for
+                jax.block_until_ready(metrics)
+                self._ran.add(id(program))
         return metrics
 
     def program(self, batch: Any = None) -> TrainProgram:
@@ -89,7 +95,8 @@ class Engine:
         leaves, structure = jax.tree.flatten(abstract)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._programs:
-            self._programs[key] = self._blueprint.program(abstract)
+            with memory_told(self._blueprint):
+                self._programs[key] = self._blueprint.program(abstract)
         return self._programs[key]
 
     @property

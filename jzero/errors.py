@@ -42,5 +42,13 @@ class CheckpointError(UserError):
     """A checkpoint that does not fit the model, or a directory that cannot be used."""
 
 
+class AuditError(UserError):
+    """A compiled step that does otherwise than its plan, where `log.audit: error` asks to be stopped by that."""
+
+
+class OutOfMemoryError(UserError, MemoryError):
+    """A device's memory that does not hold a program; says whose bytes lie there and what would take fewer."""
+
+
 class NonFiniteError(JzeroError):
     """Too many steps in a row were skipped because gradients or loss were not finite."""

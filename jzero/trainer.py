@@ -16,12 +16,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from jzero.auditing import audit
 from jzero.checkpoint import Checkpointer
 from jzero.config import Config, make_config, plan_batch
 from jzero.data import Feed, OwnData, make_data
 from jzero.display import say, summary_table
 from jzero.engine import Engine, initialize
-from jzero.errors import CheckpointError, DataError, NonFiniteError, UserError
+from jzero.errors import AuditError, CheckpointError, DataError, NonFiniteError, UserError
 from jzero.loss import WeightedLoss, cross_entropy
 from jzero.manifest import clear_leftovers, listing
 from jzero.mesh import make_mesh
@@ -237,7 +238,9 @@ class Trainer:
     ) -> None:
         progress, train, save_every = self.progress, self.config.train, self.config.checkpoint.save_every
         save_due = False
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if number == 0:
+                self._audit(batch)
             profiler.step_begins(progress.step + 1)
             metrics = self.engine.step(batch)
             progress.step += 1
@@ -265,6 +268,19 @@ class Trainer:
         if progress.saved_at != progress.step:
             self._save(writer)  # also after a skipped step, which left the parameters as they were
         self.checkpointer.wait()
+
+    def _audit(self, batch: dict[str, np.ndarray]) -> None:
+        """Says what the compiled step does otherwise than planned, before it runs."""
+        if self.config.log.audit == "off":
+            return
+        findings = audit(self.engine, batch).findings
+        if findings and self.config.log.audit == "error":
+            listed = "\n  ".join(map(str, findings))
+            raise AuditError(
+                f"log.audit = error: the compiled step is not as planned (log.audit: warn goes on):\n  {listed}"
+            )
+        for finding in findings:
+            say(self.console, f"audit: {finding}")
 
     def _watch(self, row: Row | None) -> None:
         """Looks at a finished training row: says when skipping begins, raises when it does not end."""

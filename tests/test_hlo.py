@@ -1,13 +1,16 @@
 """What is read from compiled programs: by hand-written text of each form, and by programs that XLA:CPU compiles here.
 (`test_collectives.py` and `test_aot.py` hold whole training steps against the papers' formulas.)"""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero.hlo import GRADIENTS, collectives, crosses_nodes, instructions, memory
+import jzero
+from jzero.hlo import GRADIENTS, collectives, crosses_nodes, instructions, loops, memory
 
 SIZES = {"replica": 2, "data": 4, "tensor": 1}
 MESH = AbstractMesh(tuple(SIZES.values()), tuple(SIZES))
@@ -206,6 +209,59 @@ def test_runs_multiply_over_the_loops_around():
         ((2,), ("w",), None),
     ]
     assert [c.sent_bytes for c in found] == [5 * 2 * 32 * 7 // 8, 15 * 2 * 16 * 7 // 8, None]
+
+
+CARRY = """
+%body (p: (f32[8], f32[4], f32[2])) -> (f32[8], f32[4], f32[2]) {
+  %p = (f32[8], f32[4], f32[2]) parameter(0)
+  %a = f32[8] get-tuple-element(%p), index=0
+  %b = f32[4] get-tuple-element(%p), index=1
+  %c = f32[2] get-tuple-element(%p), index=2
+  %sum = f32[4] add(%b, %b)
+  %same = f32[2] copy(%c)
+  ROOT %t = (f32[8], f32[4], f32[2]) tuple(%a, %sum, /*index=2*/%same)
+}
+"""
+
+
+def test_a_loop_changes_what_its_body_does_not_hand_on():
+    (found,) = loops(program("%w = (f32[8], f32[4], f32[2]) while(%p), condition=%less, body=%body", others=CARRY))
+    assert found.changed == (("f32", (4,)),)
+    assert found.operation.name == "w"
+
+
+FRAMES = """
+FileNames
+1 "/home/someone/model.py"
+2 "/usr/lib/python3/site-packages/flax/nnx/linear.py"
+3 "LIBRARY/usepoint.py"
+4 "LIBRARY/models/decoder.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=1 end_column=9}
+2 {file_name_id=2 function_name_id=1 line=99 end_line=99 column=1 end_column=9}
+3 {file_name_id=3 function_name_id=1 line=60 end_line=60 column=1 end_column=9}
+4 {file_name_id=4 function_name_id=1 line=34 end_line=34 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=2}
+4 {file_location_id=4 parent_frame_id=3}
+5 {file_location_id=2 parent_frame_id=5}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("frame", "line"), [(1, "model.py:12"), (2, "model.py:12"), (3, None), (4, "decoder.py:34"), (5, None), (6, None)]
+)
+def test_an_operation_comes_from_the_innermost_line_that_is_no_librarys(frame, line):
+    """And from none where jzero itself makes it, on behalf of whichever line."""
+    made = f'%x = f32[16] all-reduce(%p), {ALL}, metadata={{op_name="a" stack_frame_id={frame}}}'
+    tables = FRAMES.replace("LIBRARY", str(Path(jzero.__file__).parent))
+    (found,) = collectives(program(made, others=tables), MESH)
+    assert found.line == line
 
 
 def mesh(**sizes: int) -> Mesh:

@@ -63,8 +63,7 @@ def audit(engine: Engine, batch: Any = None) -> Audit:
 def audit_program(program: TrainProgram) -> Audit:
     """The audit of a compiled training step, for devices that may be absent."""
     blueprint, plan = program.blueprint, program.blueprint.plan
-    text = program.compiled.as_text()
-    assert text is not None, "this backend does not show its programs"
+    text = program.compiled.as_text() or ""  # a backend need not show its programs
     mesh, tolerance = blueprint.mesh, 4 * blueprint.config.zero.min_shard_elements
     found, around = collectives(text, mesh), loops(text)
     leaves = state_leaves(plan, mesh, program.compiled)

@@ -67,7 +67,9 @@ class Explainer:
         """Too small to matter, as arrays are that the plan leaves whole for it; or along the model's own axes alone."""
         least = max(self.blueprint.config.zero.min_shard_elements, len(self.blueprint.plan.params), 64)
         own = c.axes is not None and not set(c.axes) & set(BATCH_AXES)
-        return c.elements < least or own or c.group == 1
+        # An exchange is told by what one device keeps or sends.
+        whole = c.elements if c.kind in ("all-gather", *_REDUCTIONS) else c.elements * c.group
+        return whole < least or own or c.group == 1
 
     def _gather(self, c: Collective, told: _Told, spent: Counter[tuple[str, int]]) -> Finding | None:
         if c.elements in told.volume and self._layers_of(c) is None:
@@ -75,7 +77,7 @@ class Explainer:
             if spent["all-gather", c.elements] <= told.volume[c.elements]:
                 return None
             what = f"{_shape(c)} is gathered more often than the {told.volume[c.elements] // c.elements} times planned"
-            return _note("gathered-again", c.source or _listing(told.paths[c.elements]), what, "XLA's choice")
+            return _note("gathered-again", self._named(c, told.paths[c.elements]), what, "XLA's choice")
         if stack := self._layers_of(c):
             what = f"all layers at once, {_shape(c)}, {c.payload_bytes:,} bytes on every device, {_times(c)}"
             advice = (
@@ -93,11 +95,13 @@ class Explainer:
         return self._activation(c)
 
     def _reduction(self, c: Collective, told: _Told, spent: Counter[tuple[str, int]]) -> Finding | None:
+        if self.platform == "gpu" and c.kind == "all-reduce" and len(c.shape) == 1:
+            # XLA:GPU joins several in one flat array.
+            spent["joined", 0] += c.elements * (c.runs or 0)
+            if spent["joined", 0] <= told.volume.total():
+                return None
         paths = told.paths.get(c.elements) or self._of_size(c.elements)
         if not paths:
-            joined = c.kind == "all-reduce" and len(c.shape) == 1 and c.elements <= sum(told.volume)
-            if joined and self.platform == "gpu":
-                return None  # XLA:GPU joins several in one flat array
             return self._update(c, _place(c)) if self._in_update(c) else self._activation(c)
         where = self._named(c, paths)
         spent["sum", c.elements] += c.elements * (c.runs or 0)
@@ -206,9 +210,10 @@ def _axes(c: Collective) -> str:
 
 
 def _place(c: Collective) -> str:
-    """The line of the model, and what JAX calls the operation, without what stands around every one."""
+    """The line of the model, the phase and what JAX calls the operation, as far as the program tells them."""
     name = (c.source or "").rsplit("/", 1)[-1]
-    return " ".join(part for part in (c.line, name and f"({name})") if part) or "an operation without a name"
+    told = " ".join(part for part in (c.phase, name and f"({name})") if part)
+    return ", ".join(part for part in (c.line, told) if part) or "an operation without a name"
 
 
 def _listing(paths: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from jzero.config.batch import batch_fault
 from jzero.config.section import Count, Decay, Fault, Flag, Positive, Section, Size, Text, XlaFlag, shown
@@ -98,6 +98,10 @@ class RuntimeConfig(Section):
             )
 
 
+def _off(given: Any) -> Any:
+    return "off" if given is False else given  # YAML reads a bare `off` as false
+
+
 class LogConfig(Section):
     """What is told while training."""
 
@@ -113,6 +117,8 @@ class LogConfig(Section):
     grad_histogram: Flag = False  # a histogram of the gradient's magnitudes each step
     profile_start: Size | None = None  # first step of a profiler trace, to run_dir/profile; null: none
     profile_steps: Size = 3  # steps traced
+    # The compiled step held against its plan at each start: say what is found, end the run on it, or neither.
+    audit: Annotated[Literal["warn", "error", "off"], BeforeValidator(_off)] = "warn"
 
     def conflicts(self) -> Iterator[Fault]:
         if self.profile_start is None and self.profile_steps != type(self).model_fields["profile_steps"].default:

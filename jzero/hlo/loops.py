@@ -31,7 +31,7 @@ def loops(text: str) -> list[Loop]:
 
 def _changed(body: list[Line]) -> tuple[Array, ...]:
     lines = {line.name: line for line in body}
-    root = next(line for line in body if line.text.lstrip().startswith("ROOT "))
+    root = next((line for line in body if line.text.lstrip().startswith("ROOT ")), body[-1])
     carried = arrays(root.result)
     operands = _operands(root)
     if root.opcode != "tuple" or len(operands) != len(carried):

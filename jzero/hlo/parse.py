@@ -61,7 +61,7 @@ class Line:
 def instructions(text: str) -> list[Instruction]:
     """The operations that a step reaches, those of a computation once for every place that calls it."""
     computations, entry = parse(text)
-    return list(_walk(computations, entry, (), 1, False))
+    return list(_walk(computations, entry, (), 1, False)) if entry else []
 
 
 def arrays(result: str) -> tuple[Array, ...]:
@@ -101,7 +101,7 @@ def _walk(
 ) -> Iterator[Instruction]:
     for line in computations[name]:
         if scatter := _TPU_REDUCE_SCATTER.search(line.text):
-            inner = next(x.text for x in computations[scatter[1]] if x.opcode == "all-reduce")
+            inner = next((x.text for x in computations.get(scatter[1], ()) if x.opcode == "all-reduce"), "")
             text = f"{line.text}\n{inner}"
             yield Instruction(line.name, "reduce-scatter", line.result, loops, runs, fused, text)
             continue
