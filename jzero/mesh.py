@@ -29,22 +29,33 @@ _AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 
 # What XLA must know of a GPU that is not there. Per device; sizes in bytes, bandwidth in bytes a second.
-_GPU_TARGETS = {
-    "h100": """
-        gpu_device_info {
-          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-          shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-          registers_per_core_limit: 65536 registers_per_block_limit: 65536
-          core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-          memory_bandwidth: 3352320000000 device_memory_size: 84942979072 l2_cache_size: 52428800
-          cuda_compute_capability { major: 9 }
-        }
-        platform_name: "CUDA"
-        device_description_str: "NVIDIA H100 80GB HBM3"
-        runtime_version { major: 12 minor: 8 }
-        dnn_version_info { major: 9 minor: 10 }
-    """,
+_GPU_TARGET = """
+    gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+      shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared_optin}
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock}
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: {cache}
+      cuda_compute_capability {{ major: {capability} }}
+    }}
+    platform_name: "CUDA"
+    device_description_str: "{name}"
+    runtime_version {{ major: 12 minor: 8 }}
+    dnn_version_info {{ major: 9 minor: 10 }}
+"""
+# Their memory as the driver counts it, a little more than is published.
+_AMPERE = {"capability": 8, "shared": 167936, "shared_optin": 166912, "fpus": 64, "cores": 108, "clock": 1.41}
+_AMPERE |= {"cache": 41943040}
+_HOPPER = {"capability": 9, "shared": 233472, "shared_optin": 232448, "fpus": 128, "cores": 132, "clock": 1.98}
+_HOPPER |= {"cache": 52428800}
+_BLACKWELL = _HOPPER | {"capability": 10, "cores": 148, "clock": 1.965, "cache": 132644864}
+_GPU_CHIPS = {
+    "a100-40": _AMPERE | {"name": "NVIDIA A100-SXM4-40GB", "memory": 42331013120, "bandwidth": 1555200000000},
+    "a100-80": _AMPERE | {"name": "NVIDIA A100-SXM4-80GB", "memory": 85100068864, "bandwidth": 2039040000000},
+    "h100": _HOPPER | {"name": "NVIDIA H100 80GB HBM3", "memory": 84942979072, "bandwidth": 3352320000000},
+    "h200": _HOPPER | {"name": "NVIDIA H200", "memory": 151397597184, "bandwidth": 4800000000000},
+    "b200": _BLACKWELL | {"name": "NVIDIA B200", "memory": 191514411008, "bandwidth": 7672320000000},
 }
 
 
@@ -141,11 +152,13 @@ def _gpu_topology(name: str) -> list[Device]:
 
     chip, _, shape = name.partition(":")
     shape = shape if "x" in shape else f"1x1x{shape}"
-    if chip not in _GPU_TARGETS or not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
-        known = either([f"{chip}:8" for chip in _GPU_TARGETS])
-        raise MeshError(f"no GPU topology {name!r}; take {known}, or slices x hosts x GPUs as in h100:1x2x8")
+    if chip not in _GPU_CHIPS or not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape):
+        known = f"take h100:8, or slices x hosts x GPUs as in h100:1x2x8, of {', '.join(_GPU_CHIPS)}"
+        raise MeshError(f"no GPU topology {name!r}; {known}")
     try:
-        described = topologies.get_topology_desc("", "cuda", target_config=_GPU_TARGETS[chip], topology=shape)
+        described = topologies.get_topology_desc(
+            "", "cuda", target_config=_GPU_TARGET.format(**_GPU_CHIPS[chip]), topology=shape
+        )
     except NotImplementedError as error:
         raise MeshError(f"compiling for gpu {name} needs the CUDA plugin: pip install 'jzero[gpu]'") from error
     except jax.errors.JaxRuntimeError as error:

@@ -24,8 +24,9 @@ from jzero.config import make_config
 from jzero.display import LineSink, ProgressSink, console_sink, summary_table
 from jzero.errors import ConfigError, DataError
 from jzero.gradstats import HISTOGRAM_EDGES
+from jzero.hardware import published_peak
 from jzero.metrics.csv_file import CsvSink
-from jzero.metrics.flops import peak_flops, tokens_at_peak
+from jzero.metrics.flops import tokens_at_peak
 from jzero.metrics.jsonl import JsonlSink
 from jzero.metrics.memory import memory_in_use
 from jzero.metrics.profiler import ProfilerWindow
@@ -370,7 +371,7 @@ def test_utilisation_is_the_share_of_the_peak():
     ],
 )
 def test_the_peak_of_a_device_is_the_published_one(device_kind, tflops):
-    found = peak_flops(device_kind)
+    found = published_peak(device_kind)
     assert found is None if tflops is None else found == pytest.approx(tflops * 1e12)
 
 
@@ -390,7 +391,7 @@ def test_model_flops_are_those_of_its_matrix_products(tied):
     frozen = make_plan(params, plan.axis_sizes, config.zero, config.precision, optax.sgd(0.1), frozen=["layers/mlp/*"])
     assert tokens_at_peak(config, frozen, "TPU v4") == pytest.approx(2 * 275e12 / (work - 2 * 3 * 3 * 64 * 96))
     assert tokens_at_peak(config, plan, "cpu") is None
-    said = make_config({"log": {"peak_flops": 1e10, "flops_per_token": 1e4}})
+    said = make_config({"hardware": {"peak_flops": 1e10}, "log": {"flops_per_token": 1e4}})
     assert tokens_at_peak(said, plan, "TPU v4") == 2e6
 
 

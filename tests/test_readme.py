@@ -97,6 +97,21 @@ def test_the_output_shown_is_the_quickstarts(capsys):
     assert shown[: shown.index("...")] == report[: shown.index("...")]
 
 
+def test_the_plan_shown_is_the_planners(capsys, monkeypatch):
+    from jzero.planner import main
+
+    (command,) = (command for command in COMMANDS if "jzero.planner" in command)
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("COLUMNS", "80")
+    with jax.numpy_dtype_promotion("standard"):  # as for the gradients below
+        assert main(shlex.split(command)[3:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    shown = next(follower for (_, block), (_, follower) in itertools.pairwise(BLOCKS) if block == f"{command}\n")
+    before, after = shown.split("...\n")
+    assert before.splitlines() == printed[: len(before.splitlines())]
+    assert after.splitlines() == printed[-len(after.splitlines()) :]
+
+
 @pytest.mark.slow
 def test_set_up_commands_work_in_a_fresh_clone(tmp_path):
     """Clone, environment, packages, training and tests, all as a newcomer would; less to train on, fewer tests.

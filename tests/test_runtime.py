@@ -244,7 +244,11 @@ def test_a_batch_is_split_over_replica_and_data_and_copied_along_tensor():
     ("platform", "name", "told"),
     [
         ("gpu", "h100", "no GPU topology 'h100'; take h100:8"),
-        ("gpu", "b999:8", "no GPU topology 'b999:8'; take h100:8, or slices x hosts x GPUs as in h100:1x2x8"),
+        (
+            "gpu",
+            "b999:8",
+            "no GPU topology 'b999:8'; take h100:8, or slices x hosts x GPUs as in h100:1x2x8, of a100-40",
+        ),
         ("gpu", "h100:0", "no GPU topology 'h100:0'"),
         ("gpu", "h100:2x4", "no GPU topology 'h100:2x4'"),
         ("cpu", "8", "no topology for platform 'cpu'; take tpu or gpu (fake devices serve for cpu)"),

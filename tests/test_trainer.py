@@ -130,8 +130,9 @@ class OwnSink:
 
 
 def test_a_run_leaves_what_its_log_asks_for(tmp_path):
-    log = {"csv": True, "peak_flops": 1e9, "every": 2, "profile_start": 2, "profile_steps": 1}
-    config, sink, out = tiny(tmp_path / "run", train={"num_steps": 3}, log=log), OwnSink(), io.StringIO()
+    log = {"csv": True, "every": 2, "profile_start": 2, "profile_steps": 1}
+    settings = {"train": {"num_steps": 3}, "log": log, "hardware": {"peak_flops": 1e9}}
+    config, sink, out = tiny(tmp_path / "run", **settings), OwnSink(), io.StringIO()
     assert run_training(config, Console(file=out, width=100), sinks=[sink]) == 0
     rows = read_rows(tmp_path / "run")
     assert (sink.rows, sink.closed) == (rows, 1)

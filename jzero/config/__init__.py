@@ -9,6 +9,7 @@ from typing import Any
 from jzero.config.batch import BatchPlan, batch_fault
 from jzero.config.data import DataConfig, MixtureConfig
 from jzero.config.files import read_tree, write_yaml
+from jzero.config.hardware import HardwareConfig
 from jzero.config.model import ModelConfig
 from jzero.config.optimizer import OptimizerConfig
 from jzero.config.precision import LossScaleConfig, PrecisionConfig
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "HardwareConfig",
     "LogConfig",
     "LossScaleConfig",
     "MeshConfig",
@@ -55,6 +57,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     log: LogConfig = LogConfig()
+    hardware: HardwareConfig = HardwareConfig()
 
     def conflicts(self) -> Iterator[Fault]:
         warmup, decay, steps = self.optimizer.warmup_steps, self.optimizer.decay_steps, self.train.num_steps

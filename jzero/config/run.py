@@ -112,7 +112,6 @@ class LogConfig(Section):
     csv: Flag = False  # write metrics.csv to run_dir, the numbers of metrics.jsonl as a table
     # Project at Weights & Biases, or entity/project; null: none.
     wandb: Annotated[Text, Field(pattern="^([^/]+/)?[^/]+$")] | None = None
-    peak_flops: Positive | None = None  # FLOP/s of a device at best, for mfu; null: as published for bfloat16
     flops_per_token: Positive | None = None  # to train on a token, for mfu; null: counted from the model
     grad_norms: tuple[Text, ...] = ()  # patterns such as "layers/mlp/*": a gradient norm over the parameters of each
     grad_histogram: Flag = False  # a histogram of the gradient's magnitudes each step
