@@ -15,6 +15,7 @@ from programs import peak_bytes
 from jzero.blueprint import Blueprint, prepare
 from jzero.config import load_config
 from jzero.footprint import Footprint, estimate_footprint
+from jzero.footprint.rules import RULES
 from jzero.mesh import topology
 from jzero.models import build_model
 from jzero.trainer import language_model_loss
@@ -48,13 +49,11 @@ def analysis(traced: jax.stages.Traced) -> Any:
     return traced.lower().compile().memory_analysis()
 
 
-# On CPU. Errors in percent with jax 0.10.2, of which the first two hold for the config as it is shipped.
+# On CPU. Errors in percent with jax 0.10.2.
 @pytest.mark.parametrize(
     "fields",
     [
         pytest.param((), id="shipped"),  # -12
-        pytest.param(("zero.stage=0",), id="stage 0"),  # -5
-        pytest.param(("zero.collectives=explicit", "zero.stage=0"), id="explicit stage 0"),  # 4
         pytest.param(("model.scan_layers=false", "model.num_hidden_layers=2"), id="listed"),
         pytest.param(("train.accumulation_steps=4", "zero.stage=2", "model.remat=dots"), id="accumulating dots"),
         pytest.param(("model.remat=none", "precision=bf16"), id="bf16 without remat"),
@@ -71,7 +70,7 @@ def test_the_peak_of_the_quickstart_is_predicted_on_cpu(fields):
 @pytest.mark.parametrize("scan", ["true", "false"])
 def test_the_peak_is_predicted_on_cpu_whatever_the_config_says(stage, engine, remat, scan):
     fields = (f"zero.stage={stage}", f"zero.collectives={engine}", f"model.remat={remat}", f"model.scan_layers={scan}")
-    assert abs(off(*shipped("quickstart", *fields), "cpu")) < 0.25
+    assert abs(off(*shipped("quickstart", *fields), "cpu")) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -111,10 +110,12 @@ def test_the_peak_of_the_shipped_configs_is_predicted_on_accelerators(platform, 
     [
         ("zero.stage=0",),  # 1 %
         ("zero.stage=1",),  # 1 %
-        ("zero.collectives=explicit",),  # 3 %
+        ("zero.collectives=explicit",),  # 2 %
+        ("zero.collectives=explicit", "zero.stage=0", "train.accumulation_steps=4"),  # 3 %
         ("train.accumulation_steps=4",),  # 1 %
         ("model.remat=dots",),  # -1 %
     ],
+    ids=" ".join,
 )
 def test_the_peak_of_llama_1b_is_predicted_on_gpu_whatever_the_config_says(fields):
     assert abs(off(*shipped("llama_1b", *fields, devices=topology("gpu", "h100:8")), "gpu")) < TOLERANCE
@@ -145,7 +146,11 @@ class Model(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.embed(x)
         run = nnx.scan(lambda block, x: jnp.tanh(block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        return self.head(self.norm(run(self.blocks, x)))
+        x = self.norm(run(self.blocks, x))
+        _, spread = jax.lax.while_loop(
+            lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] / 2), (0, jax.lax.stop_gradient(x))
+        )
+        return self.head(jax.lax.cond(spread.sum() > 0, lambda x: x, lambda x: 2 * x, x))
 
 
 def loss(model: Any, batch: Any) -> jax.Array:
@@ -178,17 +183,18 @@ def test_arguments_and_outputs_are_exact(stage, replica):
     assert estimate_footprint(made, traced, "cpu").arguments == analysis(traced).argument_size_in_bytes
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_any_model_will_do(stage):
+    """Of programs this small more is not promised: off by -4 and by -1 %."""
+    assert abs(off(*step(4096, zero={"stage": stage, "min_shard_elements": 0}), "cpu")) < 0.3
+
+
 @pytest.mark.parametrize("engine", ["xla", "explicit"])
-def test_it_needs_no_devices(platform, engine):
+def test_it_needs_no_devices(engine):
     """The same figures for a number of devices as for the devices."""
-    fields = (f"zero.collectives={engine}",)
-    assert estimate_footprint(*shipped("llama_1b", *fields, devices=8), platform) == pinned(engine, platform)
-
-
-def pinned(engine: str, platform: Any) -> Footprint:
-    made, traced = shipped("llama_1b", f"zero.collectives={engine}")
-    return estimate_footprint(made, traced, platform)
+    absent, there = (shipped("llama_1b", f"zero.collectives={engine}", devices=devices) for devices in (8, None))
+    for platform in RULES:
+        assert estimate_footprint(*absent, platform) == estimate_footprint(*there, platform)
 
 
 def peak(*fields: str, platform: Any = "gpu") -> Footprint:
