@@ -24,7 +24,6 @@ from jzero.grads import GradFn, Loss
 from jzero.grads_explicit import explicit_points, make_explicit_grad_fn
 from jzero.grads_xla import make_xla_grad_fn, xla_points
 from jzero.gradstats import norm_groups
-from jzero.hlo import GRADIENTS
 from jzero.leaf import LeafPlan, map_leaves
 from jzero.mesh import BATCH_AXES, AnyMesh, Device, abstract_mesh, make_mesh
 from jzero.model_api import Model
@@ -33,6 +32,7 @@ from jzero.plan import Plan, make_plan, trainable
 from jzero.rounding import widened
 from jzero.runtime import start
 from jzero.schedules import make_schedule
+from jzero.scopes import GRADIENTS, scope
 from jzero.state import TrainState, plan_tree, shardings, weights_of
 from jzero.step import make_eval_step, make_train_step
 from jzero.usepoint import UsePoint
@@ -140,7 +140,7 @@ class Blueprint:
 
     def grad_fn(self, engine: str, num_micro_batches: int) -> GradFn:
         """The gradient function of an engine, to be called under jit."""
-        return jax.named_scope(GRADIENTS)(self._grad_fn(engine, num_micro_batches))
+        return jax.named_scope(scope(GRADIENTS, engine))(self._grad_fn(engine, num_micro_batches))
 
     def _grad_fn(self, engine: str, num_micro_batches: int) -> GradFn:
         if engine == "xla":

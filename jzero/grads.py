@@ -16,6 +16,7 @@ from jzero.gathered import Gathered
 from jzero.loss import WeightedLoss
 from jzero.model_api import Model
 from jzero.plan import Plan
+from jzero.scopes import MICRO_BATCHES
 from jzero.usepoint import UsePoint
 
 Loss = Callable[[Any, Any], Any]
@@ -29,9 +30,6 @@ Loss = Callable[[Any, Any], Any]
 # trained parameters, in stored shapes. Summed over several micro-batches they have the dtypes of plan.accumulate and
 # are unscaled already.
 GradFn: TypeAlias = Callable[..., tuple["LossSums", dict[str, jax.Array], jax.Array, dict[str, Any]]]
-
-# The loop over micro-batches is named so, in the program as traced and by metadata in the compiled one.
-MICRO_BATCHES = "jzero_micro_batches"
 
 _OWN_METRICS = frozenset(
     ("loss", "weight", "grad_norm", "grad_histogram", "learning_rate", "skipped", "skipped_in_a_row")

@@ -22,7 +22,8 @@ from jzero.mesh import AXES, BATCH_AXES, AnyMesh, platform_of
 from jzero.model_api import Model
 from jzero.plan import Plan
 from jzero.residuals import forget_weights
-from jzero.usepoint import SCATTER, UsePoint
+from jzero.scopes import SCATTER, scope
+from jzero.usepoint import UsePoint
 
 
 def explicit_points(plan: Plan, mesh: AnyMesh) -> dict[str, UsePoint]:
@@ -159,7 +160,7 @@ def _finish(
     shard crosses nodes."""
     dtype, leaf = plan.reduce.get(path), plan.weights[path]
     done, wanted = plan.gradients[path].zero_axes, leaf.zero_axes
-    with jax.named_scope(f"{SCATTER}[{path}]"):
+    with jax.named_scope(scope(SCATTER, path)):
         for axis in wanted:
             if axis not in done:
                 gradient = _scatter(leaf, 0, axis, dtype, gradient)

@@ -7,7 +7,6 @@ optimizer that looks beyond single elements.
 """
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,18 +16,16 @@ import numpy as np
 from jax.extend import core
 
 from jzero.blueprint import Blueprint
-from jzero.grads import MICRO_BATCHES
 from jzero.jaxprs import Program, opened, own_equations, subprograms
 from jzero.leaf import axis_extent, axis_names
 from jzero.mesh import AXES, BATCH_AXES
 from jzero.plan import Plan
-from jzero.usepoint import GATHER, SCATTER
+from jzero.scopes import GATHER, MICRO_BATCHES, SCATTER, traced_engine, use_points
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Phase = Literal["forward", "backward", "update"]
 
 _KINDS: dict[str, Kind] = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce"}
-_POINT = re.compile(rf"({GATHER}|{SCATTER})\[([^\]]*)\]")
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,7 @@ class Transfer:
 def planned_transfers(blueprint: Blueprint, program: Program) -> list[Transfer]:
     """The collectives of a training step. program: `blueprint.trace_step(batch).jaxpr`."""
     plan, sites = blueprint.plan, list(_sites(program))
-    constrained = any(_is_constraint(site) for site in sites)
-    computed = _of_xla(plan, sites) if constrained else _of_explicit(plan, sites)
+    computed = _of_xla(plan, sites) if traced_engine(program) == "xla" else _of_explicit(plan, sites)
     return [*computed, *_of_update(plan)]
 
 
@@ -95,8 +91,7 @@ class _Site:
     @property
     def point(self) -> tuple[str, str] | None:
         """(GATHER or SCATTER, path) where it belongs to a use point."""
-        found = _POINT.search(self.scope)
-        return (found[1], found[2]) if found else None
+        return next(iter(use_points(self.scope)), None)
 
     @property
     def phase(self) -> Phase:
@@ -119,11 +114,6 @@ def _sites(program: Program, scope: str = "", loops: int = 0, runs: int = 1, bod
             yield from _sites(program, here, loops + loop, times, body if inlined else id(opened(program)))
 
 
-def _is_constraint(site: _Site) -> bool:
-    """Whether it is how `xla` gathers or scatters at a use point; `explicit` has none."""
-    return site.point is not None and site.equation.primitive.name == "sharding_constraint"
-
-
 def _of_explicit(plan: Plan, sites: Iterable[_Site]) -> Iterator[Transfer]:
     for site in sites:
         equation, kind = site.equation, _KINDS.get(site.equation.primitive.name)
@@ -141,7 +131,7 @@ def _of_xla(plan: Plan, sites: Iterable[_Site]) -> Iterator[Transfer]:
     """Reads of a parameter side by side in one program become one, and so do their gradients."""
     batch, points, k = _spanning(plan, BATCH_AXES), {}, 1
     for site in sites:
-        if _is_constraint(site):
+        if site.point and site.equation.primitive.name == "sharding_constraint":
             points.setdefault((site.point, site.phase, site.body), site)
         elif MICRO_BATCHES in site.scope and site.equation.primitive.name == "scan" and site.loops == 0:
             k = site.equation.params["length"]

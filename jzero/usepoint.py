@@ -14,10 +14,7 @@ from jax.extend.core import primitives
 
 from jzero.errors import PlanError
 from jzero.jaxprs import own_equations
-
-# What the operations of a use point are named by, with the parameter's path in brackets: in the program as traced and,
-# by their metadata, in the compiled one.
-GATHER, SCATTER = "jzero_gather", "jzero_scatter"
+from jzero.scopes import GATHER, SCATTER, scope
 
 _NAME = "jzero_use_point"
 _GRADIENT = "jzero_gradient:"
@@ -73,7 +70,7 @@ class UsePoint:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _read(use: UsePoint, dropped: int, stored: jax.Array, carrier: jax.Array | None) -> jax.Array:
-    with jax.named_scope(f"{GATHER}[{use.path}]"):
+    with jax.named_scope(scope(GATHER, use.path)):
         # Cast before the gather: the wire then carries the compute dtype.
         array = use.gather(stored.astype(use.compute_dtype), dropped)
     if use.dim is not None and use.padded:
@@ -91,7 +88,7 @@ def _read_backward(use: UsePoint, dropped: int, _: None, cotangent: jax.Array) -
         pad = [(0, 0)] * cotangent.ndim
         pad[use.dim - dropped] = (0, use.stored_shape[use.dim] - use.shape[use.dim])
         cotangent = jnp.pad(cotangent, pad)
-    with jax.named_scope(f"{SCATTER}[{use.path}]"):
+    with jax.named_scope(scope(SCATTER, use.path)):
         gradient = use.scatter(cotangent, dropped)
     if use.carried:
         return None, checkpoint_name(gradient, f"{_GRADIENT}{use.path}")

@@ -626,7 +626,7 @@ ORDER = [
     *("runtime", "mesh", "rounding", "loss_scale", "leaf", "plan", "gradstats", "jaxprs"),
     *("mixing.flow", "mixing.elements", "mixing.shapes", "mixing.products", "mixing.programs", "mixing"),
     *("elementwise", "schedules"),
-    *("adam8bit", "optim", "loss", "usepoint", "gathered", "reads", "residuals"),
+    *("adam8bit", "optim", "loss", "scopes", "usepoint", "gathered", "reads", "residuals"),
     *("hlo.lines", "hlo.trips", "hlo.parse", "hlo.groups", "hlo.frames", "hlo.collectives", "hlo.loops", "hlo.memory"),
     "hlo",
     *("model_api", "model_nnx", "model_linen", "model_function", "adapt"),

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jzero
-from jzero.hlo import GRADIENTS, collectives, crosses_nodes, instructions, loops, memory
+from jzero.hlo import collectives, crosses_nodes, instructions, loops, memory
+from jzero.scopes import GRADIENTS
 
 SIZES = {"replica": 2, "data": 4, "tensor": 1}
 MESH = AbstractMesh(tuple(SIZES.values()), tuple(SIZES))

@@ -15,7 +15,7 @@ of shows here as an activation-all-gather.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -26,10 +26,9 @@ from jzero.auditing.placement import gradient_leaves, misplaced, state_leaves, s
 from jzero.auditing.report import audit_report
 from jzero.blueprint import TrainProgram
 from jzero.engine import Engine
-from jzero.grads import MICRO_BATCHES
 from jzero.hlo import Collective, Memory, collectives, loops, memory
-from jzero.jaxprs import own_equations
 from jzero.mesh import platform_of
+from jzero.scopes import MICRO_BATCHES, traced_engine
 from jzero.traffic import planned_transfers
 
 
@@ -75,7 +74,7 @@ def audit_program(program: TrainProgram) -> Audit:
     }
     explainer = Explainer(
         blueprint,
-        _engine(program),
+        traced_engine(program.traced.jaxpr),
         platform_of(mesh),
         accumulation,
         planned_transfers(blueprint, program.traced.jaxpr),
@@ -89,10 +88,3 @@ def audit_program(program: TrainProgram) -> Audit:
         collectives=found,
         memory=memory(program.compiled),
     )
-
-
-def _engine(program: TrainProgram) -> Literal["xla", "explicit"]:
-    """The gradient engine of a program: where `auto` has chosen explicit, it may have refused the loss."""
-    engine = program.blueprint.collectives(program.num_micro_batches).engine
-    mapped = any(equation.primitive.name == "shard_map" for equation in own_equations(program.traced.jaxpr))
-    return engine if mapped else "xla"

@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jzero.auditing.finding import Finding, LeafAudit
-from jzero.grads import MICRO_BATCHES
 from jzero.hlo import Loop
 from jzero.leaf import LeafPlan
 from jzero.mesh import AnyMesh
 from jzero.plan import Plan
+from jzero.scopes import MICRO_BATCHES
 from jzero.state import named, plan_tree
 
 _TREES = {"params": "parameters", "opt_state": "optimizer"}

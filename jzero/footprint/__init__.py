@@ -17,8 +17,9 @@ from jzero.footprint.operations import Value, read_program, spec_parts
 from jzero.footprint.peak import Moment, fullest
 from jzero.footprint.rewrites import rewritten, with_gathered_results
 from jzero.footprint.rules import RULES, Platform
-from jzero.jaxprs import Program, own_equations
-from jzero.mesh import BATCH_AXES, abstract_mesh
+from jzero.jaxprs import Program
+from jzero.mesh import abstract_mesh
+from jzero.scopes import traced_engine
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,7 @@ def _is_kept(value: Value, moment: Moment) -> bool:
 def _local(blueprint: Blueprint, traced: jax.stages.Traced) -> Program:
     """The step with a device's own shapes: those inside of `shard_map`, or those of its twin for one device's rows, in
     which constraints alone tell how parameters are divided."""
-    if any(
-        equation.primitive.name == "shard_map" and set(BATCH_AXES) <= equation.params["newly_manual_axes"]
-        for equation in own_equations(traced.jaxpr)
-    ):
+    if traced_engine(traced.jaxpr) == "explicit":
         return traced.jaxpr
     shards, batch = _num_shards(blueprint), traced.args_info[0][1]
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.jaxprs import Program, opened, subprograms
 from jzero.leaf import axis_extent
-from jzero.usepoint import GATHER, SCATTER
+from jzero.scopes import GATHER, SCATTER
 
 SLICE = "slice_of_stack"  # what a turn of a loop takes of an array that it goes through
 

@@ -3,7 +3,6 @@
 Read from the text of the optimised program (`compiled.as_text()`) and from `compiled.memory_analysis()`.
 """
 
-from jzero.hlo.collectives import GRADIENTS as GRADIENTS
 from jzero.hlo.collectives import KINDS as KINDS
 from jzero.hlo.collectives import Collective as Collective
 from jzero.hlo.collectives import collectives as collectives

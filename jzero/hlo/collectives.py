@@ -12,15 +12,10 @@ from jzero.hlo.groups import crossing, spanned
 from jzero.hlo.lines import Array
 from jzero.hlo.parse import Instruction, instructions
 from jzero.mesh import AnyMesh
-from jzero.usepoint import GATHER, SCATTER
+from jzero.scopes import GRADIENTS, SCATTER, use_points, without_paths
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 Phase: TypeAlias = Literal["forward", "backward", "update"]
-
-# The scope that a training step has all in that computes gradients.
-GRADIENTS = "jzero_gradients"
-
-_USE_POINT = re.compile(rf"(?:{GATHER}|{SCATTER})\[([^\]]*)\]")
 
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _METADATA = re.compile(r"\bmetadata=\{[^}]*\}")
@@ -119,7 +114,7 @@ def _names(name: str | None, count: int) -> list[str | None]:
     listed = _alternatives(name) if name else []
     if len(listed) == count:
         return list(listed)
-    shared = name if name is None else _USE_POINT.sub(lambda scope: scope[0].partition("[")[0], name)
+    shared = name if name is None else without_paths(name)
     return [shared] * count
 
 
@@ -156,8 +151,8 @@ def _phase(name: str | None, scoped: bool) -> Phase | None:
 
 
 def _source(name: str | None) -> str | None:
-    points = _USE_POINT.findall(name or "")
-    return points[-1] if points else name
+    points = use_points(name or "")
+    return points[-1][1] if points else name
 
 
 def _bytes(elements: int, dtype: str) -> int:

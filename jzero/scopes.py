@@ -1,0 +1,39 @@
+"""The names that parts of a training step bear: in the program as traced, by the name stacks of its equations, and in
+the compiled one, by the metadata of its operations."""
+
+import re
+from typing import Literal
+
+from jzero.jaxprs import Program, equations
+
+# At a use point, with the parameter's path in brackets; all that computes gradients, with the engine; the loop over
+# micro-batches.
+GATHER, SCATTER = "jzero_gather", "jzero_scatter"
+GRADIENTS = "jzero_gradients"
+MICRO_BATCHES = "jzero_micro_batches"
+
+Engine = Literal["xla", "explicit"]
+
+_POINT = re.compile(rf"({GATHER}|{SCATTER})\[([^\]]*)\]")
+
+
+def scope(part: str, name: str) -> str:
+    """What to call `jax.named_scope` with."""
+    return f"{part}[{name}]"
+
+
+def use_points(names: str) -> list[tuple[str, str]]:
+    """(GATHER or SCATTER, path of the parameter) of each use point in a stack of names, outermost first."""
+    return _POINT.findall(names)
+
+
+def without_paths(names: str) -> str:
+    """The stack of names, its use points without their parameters."""
+    return _POINT.sub(r"\1", names)
+
+
+def traced_engine(program: Program) -> Engine:
+    """The engine that computes the gradients of a traced step."""
+    explicit = scope(GRADIENTS, "explicit")
+    found = any(explicit in str(equation.source_info.name_stack) for equation in equations(program))
+    return "explicit" if found else "xla"
