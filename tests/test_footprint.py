@@ -71,7 +71,7 @@ def test_the_peak_of_the_quickstart_is_predicted_on_cpu(fields):
 @pytest.mark.parametrize("scan", ["true", "false"])
 def test_the_peak_is_predicted_on_cpu_whatever_the_config_says(stage, engine, remat, scan):
     fields = (f"zero.stage={stage}", f"zero.collectives={engine}", f"model.remat={remat}", f"model.scan_layers={scan}")
-    assert abs(off(*shipped("quickstart", *fields), "cpu")) < 0.25
+    assert abs(off(*shipped("quickstart", *fields), "cpu")) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -111,10 +111,12 @@ def test_the_peak_of_the_shipped_configs_is_predicted_on_accelerators(platform, 
     [
         ("zero.stage=0",),  # 1 %
         ("zero.stage=1",),  # 1 %
-        ("zero.collectives=explicit",),  # 3 %
+        ("zero.collectives=explicit",),  # 2 %
+        ("zero.collectives=explicit", "zero.stage=0", "train.accumulation_steps=4"),  # 3 %
         ("train.accumulation_steps=4",),  # 1 %
         ("model.remat=dots",),  # -1 %
     ],
+    ids=" ".join,
 )
 def test_the_peak_of_llama_1b_is_predicted_on_gpu_whatever_the_config_says(fields):
     assert abs(off(*shipped("llama_1b", *fields, devices=topology("gpu", "h100:8")), "gpu")) < TOLERANCE
@@ -145,7 +147,11 @@ class Model(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.embed(x)
         run = nnx.scan(lambda block, x: jnp.tanh(block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        return self.head(self.norm(run(self.blocks, x)))
+        x = self.norm(run(self.blocks, x))
+        _, spread = jax.lax.while_loop(
+            lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] / 2), (0, jax.lax.stop_gradient(x))
+        )
+        return self.head(jax.lax.cond(spread.sum() > 0, lambda x: x, lambda x: 2 * x, x))
 
 
 def loss(model: Any, batch: Any) -> jax.Array:
@@ -176,6 +182,12 @@ def test_arguments_and_outputs_are_exact(stage, replica):
     assert len(plan.params) > len(plan.weights)
     assert stage == 0 or any(leaf.padded for leaf in plan.params.values())
     assert estimate_footprint(made, traced, "cpu").arguments == analysis(traced).argument_size_in_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_any_model_will_do(stage):
+    """Of programs this small more is not promised: off by -4 and by -1 %."""
+    assert abs(off(*step(4096, zero={"stage": stage, "min_shard_elements": 0}), "cpu")) < 0.3
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])

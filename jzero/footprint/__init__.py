@@ -15,7 +15,7 @@ from jzero.blueprint import Blueprint
 from jzero.config import MeshConfig
 from jzero.footprint.operations import Value, read_program, spec_parts
 from jzero.footprint.peak import Moment, fullest
-from jzero.footprint.rewrites import rewritten
+from jzero.footprint.rewrites import rewritten, with_gathered_results
 from jzero.footprint.rules import RULES, Platform
 from jzero.jaxprs import Program, own_equations
 from jzero.mesh import BATCH_AXES, abstract_mesh
@@ -51,7 +51,8 @@ def estimate_footprint(blueprint: Blueprint, traced: jax.stages.Traced, platform
     state, batch = jax.tree.leaves(blueprint.abstract_state()), jax.tree.leaves(traced.args_info[0][1])
     held = [Value(x.size // spec_parts(x.sharding.spec, sizes), x.dtype) for x in state]
     rows = [Value(_size(x) // _num_shards(blueprint), x.dtype, of_batch=True) for x in batch]
-    scope = rewritten(read_program(_local(blueprint, traced), [*held, *rows], sizes), rules)
+    program = read_program(_local(blueprint, traced), [*held, *rows], sizes)
+    scope = rewritten(with_gathered_results(program, held), rules)
     # The new state is written where the old one stands.
     moment = fullest(scope, rules, {id(x) for x in scope.gives if x is not None})
     outputs = [Value(_size(x), x.dtype) for x in jax.tree.leaves(traced.out_info)[len(state) :]]

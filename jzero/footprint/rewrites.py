@@ -14,6 +14,19 @@ _SUMS = frozenset(("scatter_part", "reduce_scatter", "psum", "psum2", "psum_inva
 JOINED = "joined_sums"
 
 
+def with_gathered_results(scope: Scope, held: Sequence[Value]) -> Scope:
+    """With what brings results to the placement of the arguments that they replace: parameters updated in shards are
+    gathered, and then copied to where they lie (measured on GPU: dims in another order)."""
+    ops, gives = list(scope.ops), list(scope.gives)
+    for number, (value, place) in enumerate(zip(gives, held, strict=False)):
+        if value is not None and value.elements < place.elements:
+            gather, copy = Op("gather_parts", [value], []), Op("copy", [], [])
+            copy.reads = [gather.make(place.elements, place.dtype, like=place)]
+            gives[number] = copy.make(place.elements, place.dtype, like=place)
+            ops += [gather, copy]
+    return Scope(ops, scope.takes, gives)
+
+
 def rewritten(scope: Scope, rules: Rules) -> Scope:
     """The scope as a compiler of such rules runs it."""
     if rules.joined_sums:
