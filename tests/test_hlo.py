@@ -211,6 +211,39 @@ def test_runs_multiply_over_the_loops_around():
     assert [c.sent_bytes for c in found] == [5 * 2 * 32 * 7 // 8, 15 * 2 * 16 * 7 // 8, None]
 
 
+COUNTED = """
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8] get-tuple-element(%p), index=1
+  %step = s32[] constant(STEP)
+  %copied = s32[] copy(%i)
+  %next = s32[] add(%copied, %step)
+  %sum = f32[8] all-reduce(%x), replica_groups={}
+  ROOT %t = (s32[], f32[8]) tuple(%next, %sum)
+}
+
+%less (p: (s32[], f32[8])) -> pred[] {
+  %limit = s32[] constant(7)
+  %q = (s32[], f32[8]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  ROOT %lt = pred[] compare(%j, %limit), direction=LT
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "runs"),
+    [("constant(0)", "1", 7), ("constant(3)", "1", 4), ("constant(0)", "2", 4), ("add(%p, %p)", "1", None)],
+)
+def test_a_loop_whose_count_is_not_written_down_is_counted_where_all_is_constant(start, step, runs):
+    """XLA:TPU writes down none."""
+    given = [f"%start = s32[] {start}", "%moved = s32[] copy(%start)", "%given = (s32[], f32[8]) tuple(%moved, %p)"]
+    loop = "%w = (s32[], f32[8]) while(%given), condition=%less, body=%body"
+    (found,) = collectives(program(*given, loop, others=COUNTED.replace("STEP", step)), MESH)
+    assert found.runs == runs
+
+
 CARRY = """
 %body (p: (f32[8], f32[4], f32[2])) -> (f32[8], f32[4], f32[2]) {
   %p = (f32[8], f32[4], f32[2]) parameter(0)

@@ -44,7 +44,7 @@ TINY = {
     "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
     "train": {"num_steps": 6, "global_batch_size": 8, "eval_every": 3, "eval_batches": 2, "sample_tokens": 0},
     "checkpoint": {"save_every": 2, "keep_last": 100},
-    "log": {"tensorboard": False},
+    "log": {"tensorboard": False, "audit": "off"},  # test_audit.py
 }
 
 

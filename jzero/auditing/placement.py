@@ -25,7 +25,7 @@ def state_leaves(plan: Plan, mesh: AnyMesh, compiled: jax.stages.Compiled) -> li
     """The arrays of the state, as the program leaves them to the next step."""
     placed, _ = compiled.output_shardings
     found = named(placed)
-    return [_leaf(name, leaf, mesh, found[name]) for name, leaf in named(plan_tree(plan)).items()]
+    return [_leaf(plan, name, leaf, mesh, found[name]) for name, leaf in named(plan_tree(plan)).items()]
 
 
 def gradient_leaves(plan: Plan, loops: Iterable[Loop], num_micro_batches: int) -> list[LeafAudit]:
@@ -70,17 +70,17 @@ def _bytes(leaf: LeafAudit) -> int:
     return leaf.asked_bytes if leaf.found_bytes is None else leaf.found_bytes
 
 
-def _leaf(name: str, leaf: LeafPlan, mesh: AnyMesh, found: Any) -> LeafAudit:
+def _leaf(plan: Plan, name: str, leaf: LeafPlan, mesh: AnyMesh, found: Any) -> LeafAudit:
     tree, _, path = name.partition("/")
     asked = NamedSharding(mesh, leaf.spec)
     same = found.is_equivalent_to(asked, len(leaf.shape))
-    held = math.prod(found.shard_shape(leaf.stored_shape)) * np.dtype(leaf.dtype).itemsize
+    held = math.prod(found.shard_shape(leaf.stored_shape)) * leaf.dtype.itemsize
     return LeafAudit(
         _TREES.get(tree, tree),
         f"{_TREES.get(tree, tree)}/{path}" if path else tree,
         _text(leaf.spec),
         _text(leaf.spec) if same else _text(getattr(found, "spec", found)),
-        math.prod(asked.shard_shape(leaf.stored_shape)) * np.dtype(leaf.dtype).itemsize,
+        leaf.bytes_per_device(plan.axis_sizes),
         held,
         leaf.reason,
     )

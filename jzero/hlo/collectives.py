@@ -9,7 +9,8 @@ from typing import Literal, TypeAlias
 
 from jzero.hlo.frames import Frames
 from jzero.hlo.groups import crossing, spanned
-from jzero.hlo.parse import Array, Instruction, instructions
+from jzero.hlo.lines import Array
+from jzero.hlo.parse import Instruction, instructions
 from jzero.mesh import AnyMesh
 from jzero.usepoint import GATHER, SCATTER
 
