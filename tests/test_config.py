@@ -224,6 +224,10 @@ def test_unreadable_files_are_named(tmp_path):
         ({"qqq": {}}, "qqq = {}: unknown key; a config has model, data, mesh"),
         ({1: 2}, "1 = 2: unknown key"),
         (
+            {"log": {"peak_flops": 1e12}},
+            "log.peak_flops = 1000000000000.0: unknown key; did you mean hardware.peak_flops?",
+        ),
+        (
             {"data": {"source": "mixture", "mixture": [{}, {"wight": 2}]}},
             "data.mixture[1].wight = 2: unknown key; did you mean data.mixture[1].weight?",
         ),
@@ -277,6 +281,9 @@ def test_an_unknown_key_is_refused_with_its_nearest_relative(tree, told):
             "runtime.xla_flags=[xla_a]",
             'runtime.xla_flags[0] = "xla_a": must be one flag such as --xla_dump_to=DIR',
         ),
+        ("hardware.memory=0", "hardware.memory = 0: must be more than 0 or null"),
+        ("hardware.headroom=1", "hardware.headroom = 1: must be less than 1, for example 0.25"),
+        ("hardware.overlap=1.5", "hardware.overlap = 1.5: must be at most 1, for example 0.0"),
         ("mesh.data=0", "mesh.data = 0: must be at least 1, or -1 for all the devices that remain"),
         ("data={source: mixture, mixture: {a: 1}}", 'data.mixture = {"a": 1}: must be a list'),
         ("data={source: mixture, mixture: [{}, 4]}", "data.mixture[1] = 4: must be a mapping, such as {source: ...}"),

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from programs import peak_bytes
 
 from jzero.blueprint import Blueprint, prepare
 from jzero.config import load_config
 from jzero.footprint import Footprint, estimate_footprint
 from jzero.footprint.rules import RULES
+from jzero.hlo import memory
 from jzero.mesh import topology
 from jzero.models import build_model
 from jzero.trainer import language_model_loss
@@ -42,7 +42,7 @@ def promotion():
 
 def off(made: Blueprint, traced: jax.stages.Traced, platform: Any) -> float:
     """By which part of the compiler's peak the predicted one is beside it."""
-    return estimate_footprint(made, traced, platform).peak / peak_bytes(traced.lower().compile()) - 1
+    return estimate_footprint(made, traced, platform).peak / memory(traced.lower().compile()).peak - 1
 
 
 def analysis(traced: jax.stages.Traced) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from jzero.config.section import Fraction, Number, Positive, Section, Size
+from jzero.config.section import Decay, Number, Positive, Section, Size
 
 
 class HardwareConfig(Section):
@@ -27,4 +27,4 @@ class HardwareConfig(Section):
     # on flags and loops, and jzero has not been timed on accelerators yet.
     overlap: Annotated[Number, Field(ge=0, le=1)] = 0.0
     # Share of the memory to leave free: JAX takes 3/4 of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-    headroom: Fraction = 0.25
+    headroom: Decay = 0.25
