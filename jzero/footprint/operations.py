@@ -126,6 +126,8 @@ class _Reader:
         elements = math.prod(equation.invars[0].aval.shape) // spec_parts(sharding.spec, self.axis_sizes)
         if elements == value.elements:
             return [value]
+        if elements < value.elements and value.made is not None and not value.made.reads:
+            return _made(value.made.name, equation, [], [elements], ops, where)  # a constant is made in parts
         name = "gather_parts" if elements > value.elements else "scatter_part"
         return _made(name, equation, [value], [elements], ops, where)
 

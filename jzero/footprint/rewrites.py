@@ -16,15 +16,18 @@ JOINED = "joined_sums"
 
 def with_gathered_results(scope: Scope, held: Sequence[Value]) -> Scope:
     """With what brings results to the placement of the arguments that they replace: parameters updated in shards are
-    gathered, and then copied to where they lie (measured on GPU: dims in another order)."""
+    gathered, and then copied to where they lie (measured on GPU: dims in another order), each while the next one is
+    gathered (a Llama of 7.5 billion parameters on 64 H100 has two such arrays at a time)."""
     ops, gives = list(scope.ops), list(scope.gives)
+    copies: list[Op] = []
     for number, (value, place) in enumerate(zip(gives, held, strict=False)):
         if value is not None and value.elements < place.elements:
             gather, copy = Op("gather_parts", [value], []), Op("copy", [], [])
             copy.reads = [gather.make(place.elements, place.dtype, like=place)]
             gives[number] = copy.make(place.elements, place.dtype, like=place)
-            ops += [gather, copy]
-    return Scope(ops, scope.takes, gives)
+            ops += [gather, *copies]
+            copies = [copy]
+    return Scope([*ops, *copies], scope.takes, gives)
 
 
 def rewritten(scope: Scope, rules: Rules) -> Scope:
