@@ -168,7 +168,11 @@ ALL = [*EIGHT, *on(NODES, STAGES), *on(OTHERS, STAGES[1::2]), *(Case(stage, k, d
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if case in QUICK else (pytest.mark.slow, pytest.mark.thorough)[n % 2])
+        for n, case in enumerate(ALL)
+    ],
 )
 def test_a_step_sends_what_the_plan_says_and_nothing_else(case):
     """Whole leaves, padding and the scalars of loss and norm included; so no activation and no all-to-all."""
@@ -186,7 +190,7 @@ def test_these_lists_tell_the_engines_apart():
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow)
+        pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.thorough)
         for case in ALL
         if case.stage < 3 or (case.k == 1 and case.scanned)
     ],
@@ -223,7 +227,7 @@ TENSOR = Case(3, 2, data=4, tensor=2)
 
 @pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scanned", "listed"])
 @pytest.mark.parametrize(
-    ("stage", "k"), [(3, 4)] + [pytest.param(*s, marks=pytest.mark.slow) for s in STAGES if s != (3, 4)]
+    ("stage", "k"), [(3, 4)] + [pytest.param(*s, marks=pytest.mark.thorough) for s in STAGES if s != (3, 4)]
 )
 def test_what_the_model_splits_itself_travels_in_its_parts(stage, k, scanned):
     case = replace(TENSOR, stage=stage, k=k, scanned=scanned)
@@ -237,7 +241,7 @@ def test_what_the_model_splits_itself_travels_in_its_parts(stage, k, scanned):
 @pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scanned", "listed"])
 @pytest.mark.parametrize(
     ("stage", "k"),
-    [(3, 2)] + [pytest.param(s, k, marks=pytest.mark.slow) for s in range(4) for k in (1, 2) if (s, k) != (3, 2)],
+    [pytest.param(s, k, marks=(pytest.mark.thorough, pytest.mark.slow)[(s + k) % 2]) for s in range(4) for k in (1, 2)],
 )
 def test_a_model_on_the_tensor_axis_trains_alike_by_both_engines(stage, k, scanned):
     case = replace(TENSOR, stage=stage, k=k, scanned=scanned)

@@ -192,13 +192,14 @@ def on_one_device(name: str) -> Trained:
 
 
 PLACES = [Place(0, 8, 3), Place(1, 3, 3), Place(2, 8, 3), Place(3, 8, 1)]
-# Where each case is tried by default; the rest is slow.
+# Which cases are tried by default, and where; the rest is slow.
+QUICK = ("function that gathers", "weighted, with metrics", "frozen, averaged, clipped", "tensor", "adamw8bit")
 BY_DEFAULT = {name: PLACES[i % len(PLACES)] for i, name in enumerate(CASES)} | {"tensor": PLACES[3]}
 ARMS = [
     pytest.param(name, place, id=f"{name}-{'-'.join(map(str, place))}", marks=() if default else pytest.mark.slow)
     for name in CASES
     for place in PLACES
-    for default in (place == BY_DEFAULT[name] and name not in ("function", "adafactor", "muon"),)
+    for default in (place == BY_DEFAULT[name] and name in QUICK,)
     if place.devices == 8 or not CASES[name].mesh
 ]
 

@@ -366,7 +366,7 @@ def loss_of(model: nnx.Module):
     return loss, params
 
 
-@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "listed"])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scanned", "listed"])
 def test_remat_changes_what_is_computed_twice_and_no_gradient(scan_layers):
     gradients, products = {}, {}
     for remat in ("none", "dots", "full"):

@@ -74,7 +74,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "chain": lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.add_noise(0.01, 0.5, 0), optax.adam(0.01)),
 }
 PATHS = ("down/bias", "down/kernel", "up/bias", "up/kernel")
-# The rest is slow.
+# By default at stage 3; of the others the update is the same at stage 1, where parameters are whole.
 BY_DEFAULT = ("adafactor", "lamb", "name: muon", "adamw8bit", "MultiSteps")
 
 
@@ -93,8 +93,13 @@ def on_one_device(name: str) -> tuple[jzero.Engine, np.ndarray]:
     return train(name, 0, 1)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", [n if n in BY_DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in MAKERS])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        *(pytest.param(name, 3, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in MAKERS),
+        *(pytest.param(n, 1, marks=pytest.mark.slow if n in BY_DEFAULT else pytest.mark.thorough) for n in MAKERS),
+    ],
+)
 def test_sharded_it_trains_as_on_one_device(name, stage):
     reference, losses = on_one_device(name)
     engine, sharded_losses = train(name, stage, DEVICES)

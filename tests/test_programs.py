@@ -181,7 +181,7 @@ def test_a_node_group_gathers_within_the_node_and_reduces_over_all():
 # weights to shards for the update and makes the new ones as shards, before they are gathered. A kept gradient or a kept
 # gathered weight adds 1.
 @pytest.mark.parametrize(("stage", "most"), [(2, 3 / 8 + 0.2), (3, 1 / 8 + 0.2)])
-@pytest.mark.parametrize("model", ["decoder", "llama"])
+@pytest.mark.parametrize("model", ["decoder", pytest.param("llama", marks=pytest.mark.slow)])
 def test_temporaries_grow_by_a_gradient_shard_a_layer_and_little_more(model, stage, most):
     build, of = (decoder, step) if model == "decoder" else (llama, llama_step)
     weights = blueprint(build(), stage).plan.params.values()

@@ -356,7 +356,10 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(("damage", "told"), [(truncate, "bytes instead of"), (flip_a_bit, "checksum differs")])
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [pytest.param(truncate, "bytes instead of", marks=pytest.mark.slow), (flip_a_bit, "checksum differs")],
+)
 def test_a_damaged_checkpoint_is_passed_over_and_the_terminal_says_so(on_eight, tmp_path, damage, told):
     """The one before it serves, and in the end all is as if nothing had happened."""
     config_file, straight = on_eight

@@ -50,7 +50,7 @@ def saved(tmp_path_factory) -> tuple[Any, jzero.Engine]:
     return directory, engine
 
 
-@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("averaged", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("stage", "devices", "config"),
     [(1, 3, {}), (0, 1, {"train": {"seed": 4, "frozen": ["up/*"], "ema_decay": 0.9}})],
