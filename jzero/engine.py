@@ -91,6 +91,7 @@ class Engine:
             if not self._programs:
                 raise UserError("this engine has not stepped yet, so it has no program: give a batch, or its shapes")
             return list(self._programs.values())[-1]
+        self._blueprint.micro_batches(batch)  # refuses what is no batch of arrays, or of other rows
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch)
         leaves, structure = jax.tree.flatten(abstract)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))

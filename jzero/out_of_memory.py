@@ -76,8 +76,10 @@ def _advice(
             told.append(f"{fields} takes about {human_bytes(changed)}")
             if len(told) == (_CHANGES if room is None else 1):
                 break
+    tried = "No stage and no smaller micro-batch would "
+    tried += "do" if room is not None else f"save {1 - _LESS:.0%} of it"
     otherwise = "take more devices, rematerialise (model.remat, nnx.remat), or make the rows shorter"
-    return told or [f"No stage and no smaller micro-batch would do: {otherwise}"]
+    return told or [f"{tried}: {otherwise}"]
 
 
 def _changes(blueprint: Blueprint, batch: Any) -> Iterator[dict[str, Any]]:

@@ -26,11 +26,13 @@ from jzero.leaf import map_leaves
 SMALL = {"width": 64, "hidden": 96, "vocab": 160}
 
 
-def blueprint(model, stage: int, engine: str, k: int = 1, replica: int = 1, optimizer=None, loss=loss) -> Blueprint:
+def blueprint(
+    model, stage: int, engine: str, k: int = 1, replica: int = 1, optimizer=None, loss=loss, rows: int = ROWS, **zero
+) -> Blueprint:
     config = {
-        "zero": {"stage": stage, "collectives": engine, "min_shard_elements": 256},
+        "zero": {"stage": stage, "collectives": engine, "min_shard_elements": 256, **zero},
         "mesh": {"replica": replica},
-        "train": {"global_batch_size": ROWS * k, "accumulation_steps": k},
+        "train": {"global_batch_size": rows * k, "accumulation_steps": k},
     }
     return prepare(model, loss, optimizer or optax.adam(1e-3), config, jax.devices()[:8])
 
@@ -156,6 +158,42 @@ def test_activations_that_travel_are_named_with_the_line_that_makes_them(spec, k
     (finding,) = {f.kind: f for f in found.findings if f.kind == kind}.values()
     assert "test_audit.py:" in finding.where
     assert "over data" in finding.what
+
+
+class Squares(nnx.Module):
+    """Four layers in a loop or a list. With as many rows as they are wide, activations are as large as weights.
+    spec: of what each listed layer makes."""
+
+    def __init__(self, rngs: nnx.Rngs, spec: PartitionSpec | None = None, scanned: bool = False):
+        self.inp, self.spec, self.scanned = nnx.Linear(64, 128, rngs=rngs), spec, scanned
+        make = lambda rngs: nnx.Linear(128, 128, rngs=rngs)
+        self.layers = nnx.vmap(make)(rngs.split(4)) if scanned else nnx.List([make(rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        x = self.inp(x)
+        if self.scanned:
+            run = lambda layer, x: jnp.tanh(layer(x))
+            return nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+        mesh = Mesh(np.array(jax.devices()[:8]).reshape(1, 8, 1), ("replica", "data", "tensor"))
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+            x = x if self.spec is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec))
+        return x
+
+
+@pytest.mark.parametrize(("stage", "replica"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_activations_as_large_as_gradients_are_not_taken_for_them(stage, replica):
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    nodes = {"group": "node", "optimizer_group": "all"} if replica > 1 else {}
+    made = blueprint(lambda rngs: Squares(rngs, scanned=True), stage, "xla", 1, replica, loss=square, rows=512, **nodes)
+    assert audited(made, x).findings == []
+
+
+def test_nor_activations_that_travel_for_the_parameters_that_the_update_gathers():
+    x = jax.ShapeDtypeStruct((128, 64), jnp.float32)
+    split = blueprint(lambda rngs: Squares(rngs, PartitionSpec(None, "data")), 1, "xla", loss=square, rows=128)
+    kinds = {finding.kind for finding in audited(split, x).findings}
+    assert "parameter-gather" in kinds or "activation-all-gather" in kinds
 
 
 @pytest.fixture

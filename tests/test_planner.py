@@ -296,6 +296,7 @@ def test_where_nothing_fits_it_says_what_would(monkeypatch):
 
 
 SMALLER = "train.micro_batch_size=1 train.accumulation_steps=8"
+ALONE = "train.micro_batch_size=1 train.accumulation_steps=1"
 
 
 # 2 GB of state on each of 8 devices, and for each row 1 GB kept or 0.2 GB recomputed, on devices of so much to use.
@@ -305,8 +306,8 @@ SMALLER = "train.micro_batch_size=1 train.accumulation_steps=8"
         ("none", 64, 5e9, f"it takes 3.00 GB with {SMALLER}"),
         ("none", 8, 2.5e9, "it takes 2.20 GB with model.remat=full"),
         ("none", 64, 2.5e9, f"it takes 2.20 GB with {SMALLER} model.remat=full"),
-        ("full", 64, 1.3e9, f"it takes 1.20 GB with {SMALLER} on 16 devices"),
-        ("full", 8, 0.5e9, "it takes 450.00 MB with train.micro_batch_size=1 train.accumulation_steps=1 on 64 devices"),
+        ("full", 64, 1.3e9, "it takes 1.20 GB with train.micro_batch_size=1 train.accumulation_steps=4 on 16 devices"),
+        ("full", 8, 0.5e9, f"it takes 450.00 MB with train.global_batch_size=64 {ALONE} on 64 devices"),
         ("full", 8, 0.1e9, "nor do 64 times as many devices help: take a smaller model or shorter rows"),
     ],
 )
@@ -511,10 +512,13 @@ def test_tables_fit_80_columns_and_a_search_is_written(capsys, monkeypatch, tmp_
     assert chosen.model.remat == cells[3] == "dots"  # no product is computed twice, with least memory
 
 
-def test_of_several_nodes_tables_fit_80_columns_too(capsys, monkeypatch):
+def test_of_several_nodes_tables_fit_80_columns_too(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
-    printed = plan(capsys, "runtime.fake_devices=8", "--devices", "2x4")
-    assert "853,376 parameters, 8 devices in 2 nodes, 32 x 128 tokens" in printed
+    file = tmp_path / "chosen.yaml"
+    arguments = ("runtime.fake_devices=8", "hardware.memory=1e9", "--devices", "2x2", "--write", str(file))
+    printed = plan(capsys, *arguments)
+    assert "853,376 parameters, 4 devices of 1 GB in 2 nodes, 32 x 128 tokens" in printed
+    assert load_config(file).runtime.fake_devices == 4  # those planned for
     assert max(map(len, printed.splitlines())) <= 80
     assert "…" not in printed
     assert "│ sent across" in printed

@@ -33,7 +33,7 @@ class _Told:
 @dataclass(frozen=True)
 class Explainer:
     """engine: the one that computes the gradients. platform: "cpu", "gpu" or "tpu". accumulation: the names of the
-    program's loops over micro-batches, none where there is but one. elementwise: as `make_train_step` takes it."""
+    program's loops over micro-batches, none where there is but one. transfers: what the plan tells of the step."""
 
     blueprint: Blueprint
     engine: Literal["xla", "explicit"]
@@ -43,18 +43,22 @@ class Explainer:
 
     def findings(self, found: Iterable[Collective]) -> Iterator[Finding]:
         """What the plan does not explain, one finding for each kind of thing and place."""
-        gathers, sums = _Told(), _Told()
+        gathers, sums = defaultdict(_Told), _Told()
         for transfer in self.transfers:
             if transfer.path is None or self._reads_a_stack(transfer):
                 continue
-            (gathers if transfer.kind == "all-gather" else sums).add(transfer)
+            if transfer.kind == "all-gather":
+                for part in (_part(transfer.phase), None):
+                    gathers[part].add(transfer)
+            else:
+                sums.add(transfer)
         seen: dict[tuple[str, str], Finding] = {}
-        spent: Counter[tuple[str, int]] = Counter()
+        spent: Counter[tuple[str | None, int]] = Counter()
         for c in found:
             if self._trifling(c):
                 continue
             if c.kind == "all-gather":
-                finding = self._gather(c, gathers, spent)
+                finding = self._gather(c, gathers[_part(c.phase)], spent)
             elif c.kind in _REDUCTIONS:
                 finding = self._reduction(c, sums, spent)
             else:
@@ -71,11 +75,14 @@ class Explainer:
         whole = c.elements if c.kind in ("all-gather", *_REDUCTIONS) else c.elements * c.group
         return whole < least or own or c.group == 1
 
-    def _gather(self, c: Collective, told: _Told, spent: Counter[tuple[str, int]]) -> Finding | None:
+    def _gather(self, c: Collective, told: _Told, spent: Counter[tuple[str | None, int]]) -> Finding | None:
+        """told: of the part of the step that it is in; of the whole step where that is not known."""
         if c.elements in told.volume and self._layers_of(c) is None:
-            spent["all-gather", c.elements] += c.elements * (c.runs or 0)
-            if spent["all-gather", c.elements] <= told.volume[c.elements]:
+            spent[_part(c.phase), c.elements] += c.elements * (c.runs or 0)
+            if spent[_part(c.phase), c.elements] <= told.volume[c.elements]:
                 return None
+            if c.phase == "update":
+                return self._update(c, self._named(c, told.paths[c.elements]))
             what = f"{_shape(c)} is gathered more often than the {told.volume[c.elements] // c.elements} times planned"
             return _note("gathered-again", self._named(c, told.paths[c.elements]), what, "XLA's choice")
         if stack := self._layers_of(c):
@@ -94,7 +101,7 @@ class Explainer:
             return self._update(c, _place(c))
         return self._activation(c)
 
-    def _reduction(self, c: Collective, told: _Told, spent: Counter[tuple[str, int]]) -> Finding | None:
+    def _reduction(self, c: Collective, told: _Told, spent: Counter[tuple[str | None, int]]) -> Finding | None:
         if self.platform == "gpu" and c.kind == "all-reduce" and len(c.shape) == 1:
             # XLA:GPU joins several in one flat array.
             spent["joined", 0] += c.elements * (c.runs or 0)
@@ -134,7 +141,10 @@ class Explainer:
 
     def _activation(self, c: Collective) -> Finding:
         what = f"{_shape(c)}, no parameter's shape, travels over {_axes(c)}, {c.payload_bytes:,} bytes, {_times(c)}"
-        advice = "look for a sharding constraint there that splits anything but the rows over replica and data"
+        advice = (
+            "if rows are not meant to be compared or mixed there, look for a sharding constraint that splits anything "
+            "but the rows over replica and data"
+        )
         return Finding(f"activation-{c.kind}", "warning", _place(c), what, advice)
 
     def _update(self, c: Collective, where: str) -> Finding:
@@ -187,6 +197,11 @@ class Explainer:
     def _summed_locally(self, paths: Iterable[str]) -> bool:
         gradients = self.blueprint.plan.gradients
         return self.engine == "explicit" and not any(gradients[p].zero_axes for p in paths if p in gradients)
+
+
+def _part(phase: str | None) -> str | None:
+    """The part of a step that gathers are counted by."""
+    return phase if phase in ("update", None) else "passes"
 
 
 def _own_parts(leaf: LeafPlan, axis_sizes: Mapping[str, int]) -> int:

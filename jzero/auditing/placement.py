@@ -30,7 +30,8 @@ def state_leaves(plan: Plan, mesh: AnyMesh, compiled: jax.stages.Compiled) -> li
 
 def gradient_leaves(plan: Plan, loops: Iterable[Loop], num_micro_batches: int) -> list[LeafAudit]:
     """The gradients, as the loop over micro-batches adds them up; of a single micro-batch those that the loop over
-    layers in the backward pass stacks."""
+    layers in the backward pass stacks. That loop holds activations too, as large as some gradients are: of a gradient
+    it can show that it lies as asked, not that it stays whole."""
     held: Counter[int] = Counter()
     for loop in loops:
         name = loop.operation.op_name or ""
@@ -38,8 +39,9 @@ def gradient_leaves(plan: Plan, loops: Iterable[Loop], num_micro_batches: int) -
         if adds_up:
             held.update(math.prod(shape) for _, shape in loop.changed)
     leaves = {path: replace(leaf, dtype=_dtype(plan, path, num_micro_batches)) for path, leaf in plan.gradients.items()}
-    alike = Counter(_elements(plan, leaf) for leaf in leaves.values())
-    return [_gradient(plan, leaf, held, alike) for leaf in leaves.values()]
+    asked = Counter(_elements(plan, leaf)[0] for leaf in leaves.values())
+    beyond = held - asked if num_micro_batches > 1 else Counter()
+    return [_gradient(plan, leaf, held, asked, beyond) for leaf in leaves.values()]
 
 
 def misplaced(leaves: Iterable[LeafAudit]) -> Iterator[Finding]:
@@ -86,10 +88,14 @@ def _leaf(plan: Plan, name: str, leaf: LeafPlan, mesh: AnyMesh, found: Any) -> L
     )
 
 
-def _gradient(plan: Plan, leaf: LeafPlan, held: Mapping[int, int], alike: Mapping[tuple[int, int], int]) -> LeafAudit:
+def _gradient(
+    plan: Plan, leaf: LeafPlan, held: Mapping[int, int], asked: Mapping[int, int], beyond: Mapping[int, int]
+) -> LeafAudit:
+    """held: elements of the arrays that the loop changes, how many there are of each; asked: as the plan has them;
+    beyond: those that it does not ask for."""
     local, whole = _elements(plan, leaf)
-    found = _text(leaf.spec) if held.get(local, 0) >= alike[local, whole] else None
-    if found is None and held.get(whole, 0):
+    found = _text(leaf.spec) if held.get(local, 0) >= asked[local] else None
+    if found is None and beyond.get(whole, 0):
         found = _text(leaf.whole.spec)
     count = {None: None, _text(leaf.spec): local}.get(found, whole)
     size = leaf.dtype.itemsize

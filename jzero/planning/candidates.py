@@ -26,8 +26,8 @@ class Stage:
 
 
 def stages(config: Config, cluster: Cluster) -> list[Stage]:
-    """The config at every stage, from the largest state on a device to the smallest. Of several nodes also at stage 3
-    within each node with copies across (HSDP), unless the config has its own replicas."""
+    """The config at every stage. Of several nodes also at stage 3 within each node with copies across (HSDP), before
+    stage 3 over all, unless the config has its own replicas."""
     made = [Stage(str(stage), with_fields(config, {"zero.stage": stage})) for stage in range(4)]
     within = cluster.nodes > 1 and cluster.devices_per_node > 1
     if within and config.mesh.replica == 1 and config.zero.group == "all":

@@ -1,6 +1,8 @@
 """What the planner's command line does, once the process is settled."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -31,9 +33,9 @@ def run(
 ) -> int:
     """Plans every stage and prints what comes of it; returns the exit code. Raises UserError."""
     _assert_new(write)
-    if plot:
+    if plot is not None:
         assert_drawable(plot)
-    console = Console()
+    console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=100)
     step = compile_step(config, cluster) if compiling else None
     tried = stages(config, cluster)
     predictions = [predict_config(stage.config, cluster) for stage in tried]
@@ -57,7 +59,7 @@ def run(
             console.print("Of all that the search tries, nothing fits.")
         if step:
             console.print(compiled_report(step, predictions[own]))
-    if plot:
+    if plot is not None:
         draw([stage.name for stage in tried], predictions).savefig(plot, dpi=150)
     if write:
         _write(write, chosen, recommendation.reason)
@@ -83,7 +85,8 @@ def _write(file: str, chosen: Prediction | None, reason: str) -> None:
     if chosen is None:
         raise ConfigError(f"--write {file}: nothing to write. {reason}")
     config = chosen.config
-    if chosen.cluster.platform != "cpu" and config.runtime.fake_devices:
-        config = with_fields(config, {"runtime.fake_devices": None})  # they stood for the real ones
+    if config.runtime.fake_devices:  # they stand for those that are planned for
+        planned = chosen.cluster.num_devices if chosen.cluster.platform == "cpu" else None
+        config = with_fields(config, {"runtime.fake_devices": planned})
     with open(Path(file).expanduser(), "x", encoding="utf-8") as out:
         out.write(dump_config(config))

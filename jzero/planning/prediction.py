@@ -24,12 +24,14 @@ from jzero.traffic import planned_transfers
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to train on a cluster. Bytes are of one device; times: None where a figure of it is not known."""
+    """One way to train on a cluster. Bytes are of one device; times: None where a figure of it is not known.
+    elementwise: whether the optimizer looks at single elements only; what it sends otherwise is not in the traffic."""
 
     config: Config
     cluster: Cluster
     plan: Plan
     engine: str
+    elementwise: bool
     rows: int
     footprint: Footprint
     traffic: Traffic
@@ -102,6 +104,7 @@ def predict(config: Config, blueprint: Blueprint, batch: Mapping[str, Any], clus
         cluster,
         plan,
         blueprint.collectives(blueprint.micro_batches(batch)).engine,
+        blueprint.elementwise,
         jax.tree.leaves(batch)[0].shape[0],
         estimate_footprint(blueprint, traced, cluster.platform),
         sent,

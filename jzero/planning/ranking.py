@@ -51,7 +51,7 @@ def _placements(config: Config, cluster: Cluster) -> Iterator[dict[str, Any]]:
                 "mesh.data": -1,
                 "zero.stage": stage,
                 "zero.group": group,
-                "zero.optimizer_group": None,
+                "zero.optimizer_group": config.zero.optimizer_group if group == "node" else None,
                 **free_engine(config),
             }
 

@@ -29,8 +29,7 @@ def predict_config(config: Config, cluster: Cluster) -> Prediction:
 
 
 def recommend(tried: Sequence[Stage], predictions: Sequence[Prediction]) -> Recommendation:
-    """The first stage that fits, of those from the largest state on a device to the smallest. Where none does, the
-    reason says what would."""
+    """The first stage that fits, in the order tried. Where none does, the reason says what would."""
     usable, last = predictions[0].usable, predictions[-1]
     if usable is None:
         told = "The devices' memory is not known: name them (--devices h100:8), or set hardware.memory."
@@ -82,10 +81,15 @@ def _changes(config: Config, cluster: Cluster) -> Iterator[tuple[str, Config, Cl
     factor = 2
     while factor <= _MOST_DEVICES:
         grown = _grown(cluster, factor)
-        # As many rows a device as before: fewer could be none.
-        wider = cut_batch(batch.global_batch_size * factor, 1, batch.micro_batch_size * batch.accumulation_steps)
-        told = f"{_told({**wider, **full})} on {grown.num_devices} devices"
-        yield told, with_fields(config, {"mesh.data": -1, **wider, **full}), grown
+        rows = -(-batch.micro_batch_size * batch.accumulation_steps // factor)  # a device has one at least
+        whole = rows * factor * batch.global_batch_size // (batch.micro_batch_size * batch.accumulation_steps)
+        wider = {**cut_batch(whole, 1, rows), **full}
+        more = f"train.global_batch_size={whole} " if whole != batch.global_batch_size else ""
+        yield (
+            f"{more}{_told(wider)} on {grown.num_devices} devices",
+            with_fields(config, {"mesh.data": -1, **wider}),
+            grown,
+        )
         factor *= 2
 
 

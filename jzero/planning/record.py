@@ -48,6 +48,7 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
         "accumulation_steps": config.train.accumulation_steps,
         "remat": config.model.remat,
         "bytes": {**prediction.bytes, "gradients": prediction.gradients, "total": prediction.total},
+        "elementwise_optimizer": prediction.elementwise,
         "sent_elements": traffic.elements,
         "sent_bytes": traffic.bytes,
         "sent_bytes_within_nodes": traffic.intra_bytes,

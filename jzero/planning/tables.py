@@ -61,6 +61,12 @@ def assumptions(prediction: Prediction) -> str:
     """What the figures rest on, in words."""
     hardware, said = prediction.cluster.hardware, prediction.config.hardware
     told = [f"{said.headroom:.0%} of the memory stay free (hardware.headroom)"]
+    if not prediction.elementwise:
+        told.append(
+            "nothing is sent for the update by an optimizer that looks beyond single elements, as this one does"
+        )
+    if prediction.cluster.platform == "cpu":
+        told.append("what is sent is as programs for GPUs do: XLA:CPU all-reduces where they reduce-scatter")
     if prediction.times is not None and hardware.peak_flops:
         told += [
             f"matrix products reach {said.efficiency:.0%} of {hardware.peak_flops / 1e12:,.0f} TFLOP/s "
@@ -103,7 +109,10 @@ def _choice(prediction: Prediction) -> list[str]:
 
 def human_seconds(seconds: float) -> str:
     """0.0123 -> '12.3 ms'."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.{2 if unit == 's' else 1}f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
 
 
 def _bandwidth(prediction: Prediction, efficiency: float) -> str:
