@@ -102,7 +102,7 @@ def test_the_plan_shown_is_the_planners(capsys, monkeypatch):
 
     (command,) = (command for command in COMMANDS if "jzero.planner" in command)
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "100")
     with jax.numpy_dtype_promotion("standard"):  # as for the gradients below
         assert main(shlex.split(command)[3:]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
