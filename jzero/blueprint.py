@@ -25,7 +25,7 @@ from jzero.grads_explicit import explicit_points, make_explicit_grad_fn
 from jzero.grads_xla import make_xla_grad_fn, xla_points
 from jzero.gradstats import norm_groups
 from jzero.leaf import LeafPlan, map_leaves
-from jzero.mesh import BATCH_AXES, AnyMesh, Device, abstract_mesh, make_mesh
+from jzero.mesh import BATCH_AXES, AnyMesh, Device, abstract_mesh, batch_shards, make_mesh
 from jzero.model_api import Model
 from jzero.optim import averaged_weights, make_optimizer
 from jzero.plan import Plan, make_plan, trainable
@@ -243,13 +243,13 @@ class Blueprint:
 
     def evaluation_parts(self, batch: Any) -> int:
         """How many parts an evaluation takes, so that none has more rows than a training micro-batch."""
-        train, rows = self.config.train, self.check_rows(batch) // _num_batch_shards(self.mesh)
+        train, rows = self.config.train, self.check_rows(batch) // batch_shards(self.mesh.shape)
         wanted = -(-rows // train.micro_batch_size) if train.micro_batch_size else train.accumulation_steps or 1
         return next(parts for parts in range(min(wanted, rows), rows + 1) if rows % parts == 0)
 
     def check_rows(self, batch: Any) -> int:
         """The rows of a batch. Raises ConfigError unless they divide over the devices of the batch axes."""
-        rows, shards = _rows(batch), _num_batch_shards(self.mesh)
+        rows, shards = _rows(batch), batch_shards(self.mesh.shape)
         if rows == 0:
             raise ConfigError("the batch has no rows.")
         if rows % shards:
@@ -321,11 +321,7 @@ def _accumulates(train: TrainConfig, mesh: AnyMesh) -> bool:
 
 
 def _accumulation(train: TrainConfig, mesh: AnyMesh) -> int:
-    return plan_batch(train, _num_batch_shards(mesh)).accumulation_steps
-
-
-def _num_batch_shards(mesh: AnyMesh) -> int:
-    return mesh.shape["replica"] * mesh.shape["data"]
+    return plan_batch(train, batch_shards(mesh.shape)).accumulation_steps
 
 
 def _rows(batch: Any) -> int:

@@ -20,7 +20,7 @@ from jzero.config import Config
 from jzero.errors import ConfigError, DataError, UserError
 from jzero.grads import Loss, bind_params
 from jzero.loss_scale import init_loss_scale
-from jzero.mesh import Device
+from jzero.mesh import Device, platform_of
 from jzero.out_of_memory import memory_told
 from jzero.report import plan_report
 from jzero.state import TrainState, assert_placement, from_named, init_state, init_values, named, plan_tree, shardings
@@ -75,7 +75,7 @@ class Engine:
         """
         self._blueprint.micro_batches(batch)  # refuses a number of rows before they are placed
         state, batch = self._live_state, self.place(batch)
-        program = self.program(batch)
+        program = self._program(batch)
         with memory_told(self._blueprint, batch):
             self._settled(state.step)
             self.state, metrics = program.compiled(state, batch)
@@ -92,6 +92,9 @@ class Engine:
                 raise UserError("this engine has not stepped yet, so it has no program: give a batch, or its shapes")
             return list(self._programs.values())[-1]
         self._blueprint.micro_batches(batch)  # refuses what is no batch of arrays, or of other rows
+        return self._program(batch)
+
+    def _program(self, batch: Any) -> TrainProgram:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch)
         leaves, structure = jax.tree.flatten(abstract)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
@@ -230,7 +233,7 @@ class Engine:
     def _settled(self, result: Any) -> Any:
         """A program's result, on CPUs only once it is there. A loop that reads no results piles up programs, and with
         32 of them under way fake devices wait for each other until XLA aborts the process (measured on jax 0.10.2)."""
-        return jax.block_until_ready(result) if self.mesh.devices.flat[0].platform == "cpu" else result
+        return jax.block_until_ready(result) if platform_of(self.mesh) == "cpu" else result
 
     def _checkpointer(self, directory: str | Path, keep_last: int | None = None) -> "closing[Checkpointer]":
         return closing(Checkpointer(Path(directory), keep_last=keep_last, keep_best=None, asynchronous=False))

@@ -1,7 +1,7 @@
 """One array of the training state: its shape, dtype and place."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,10 +69,7 @@ class LeafPlan:
         return self.shape != self.stored_shape
 
     def bytes_per_device(self, axis_sizes: Mapping[str, int]) -> int:
-        elements = math.prod(self.stored_shape)
-        for entry in self.spec:
-            elements //= axis_extent(entry, axis_sizes)
-        return elements * self.dtype.itemsize
+        return math.prod(self.stored_shape) // spec_extent(self.spec, axis_sizes) * self.dtype.itemsize
 
     def pad(self, array: Any) -> Any:
         """True shape to stored shape, zeros beyond; numpy in, numpy out."""
@@ -97,3 +94,8 @@ def axis_names(entry: Entry) -> tuple[str, ...]:
 
 def axis_extent(entry: Entry, axis_sizes: Mapping[str, int]) -> int:
     return math.prod(axis_sizes[axis] for axis in axis_names(entry))
+
+
+def spec_extent(spec: Iterable[Entry], axis_sizes: Mapping[str, int]) -> int:
+    """Over how many devices a placement divides an array."""
+    return math.prod(axis_extent(entry, axis_sizes) for entry in spec)

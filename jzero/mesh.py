@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -113,6 +113,11 @@ def _all_devices() -> list[Device]:
 def abstract_mesh(config: MeshConfig, num_devices: int) -> AbstractMesh:
     """The same mesh without devices, for planning."""
     return AbstractMesh(tuple(axis_sizes(config, num_devices).values()), AXES, axis_types=_AXIS_TYPES)
+
+
+def batch_shards(axis_sizes: Mapping[str, int]) -> int:
+    """The devices that share the rows of a batch: those of the batch axes."""
+    return math.prod(axis_sizes[axis] for axis in BATCH_AXES)
 
 
 def platform_of(mesh: AnyMesh) -> str | None:

@@ -14,7 +14,7 @@ from jzero.config import with_fields
 from jzero.errors import JzeroError, OutOfMemoryError
 from jzero.footprint import Footprint, estimate_footprint
 from jzero.footprint.rules import Platform
-from jzero.mesh import BATCH_AXES, platform_of
+from jzero.mesh import batch_shards, platform_of
 from jzero.plan import Plan
 from jzero.report import human_bytes
 
@@ -85,7 +85,7 @@ def _advice(
 def _changes(blueprint: Blueprint, batch: Any) -> Iterator[dict[str, Any]]:
     """Fields to change, mildest first: a later stage, more micro-batches, both."""
     config, sizes = blueprint.config, blueprint.plan.axis_sizes
-    rows = jax.tree.leaves(batch)[0].shape[0] // math.prod(sizes[axis] for axis in BATCH_AXES)
+    rows = jax.tree.leaves(batch)[0].shape[0] // batch_shards(sizes)
     steps = blueprint.micro_batches(batch)
     splits = math.prod(sizes.values()) > 1
     stages = [{"zero.stage": stage} for stage in range(config.zero.stage + 1, 4)] if splits else []

@@ -4,7 +4,7 @@ the compiled one, by the metadata of its operations."""
 import re
 from typing import Literal
 
-from jzero.jaxprs import Program, equations
+from jzero.jaxprs import Program, own_equations
 
 # At a use point, with the parameter's path in brackets; all that computes gradients, with the engine; the loop over
 # micro-batches.
@@ -13,6 +13,7 @@ GRADIENTS = "jzero_gradients"
 MICRO_BATCHES = "jzero_micro_batches"
 
 Engine = Literal["xla", "explicit"]
+Phase = Literal["forward", "backward", "update"]
 
 _POINT = re.compile(rf"({GATHER}|{SCATTER})\[([^\]]*)\]")
 
@@ -32,8 +33,13 @@ def without_paths(names: str) -> str:
     return _POINT.sub(r"\1", names)
 
 
+def is_backward(names: str) -> bool:
+    """Whether a stack of names is of the backward pass, what it computes again included."""
+    return SCATTER in names or "transpose(" in names or "rematted_computation" in names
+
+
 def traced_engine(program: Program) -> Engine:
     """The engine that computes the gradients of a traced step."""
     explicit = scope(GRADIENTS, "explicit")
-    found = any(explicit in str(equation.source_info.name_stack) for equation in equations(program))
+    found = any(explicit in str(equation.source_info.name_stack) for equation in own_equations(program))
     return "explicit" if found else "xla"

@@ -1,7 +1,7 @@
 """What a step sends between devices, told before compilation from its plan and the program as traced.
 
 Under `explicit` the collectives stand in the program. Under `xla` they are what XLA makes of the constraints at the use
-points: rules read off its programs for 8 H100 (jax 0.10.2, tests/test_aot.py compares), which hold for the textbook
+points: rules read off its programs for 8 H100 (jax 0.10.2, tests/test_traffic.py compares), which hold for the textbook
 cases and not for a model's own sharding, whose activations travel too. Nor are the sums and gathers told here of an
 optimizer that looks beyond single elements.
 """
@@ -16,14 +16,14 @@ import numpy as np
 from jax.extend import core
 
 from jzero.blueprint import Blueprint
+from jzero.hlo import ring_share
 from jzero.jaxprs import Program, opened, own_equations, subprograms
 from jzero.leaf import axis_extent, axis_names
 from jzero.mesh import AXES, BATCH_AXES
 from jzero.plan import Plan
-from jzero.scopes import GATHER, MICRO_BATCHES, SCATTER, traced_engine, use_points
+from jzero.scopes import GATHER, MICRO_BATCHES, SCATTER, Phase, is_backward, traced_engine, use_points
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
-Phase = Literal["forward", "backward", "update"]
 
 _KINDS: dict[str, Kind] = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce"}
 
@@ -54,10 +54,8 @@ class Transfer:
 
     @property
     def sent_elements(self) -> Fraction:
-        """What each device sends in a step, in elements, as a ring does (Patarasuk and Yuan 2009): of a gather or a
-        reduce-scatter (N-1)/N of the array, of an all-reduce twice that."""
-        times = self.runs * (2 if self.kind == "all-reduce" else 1)
-        return Fraction(self.elements * (self.group - 1) * times, self.group)
+        """What each device sends in a step, in elements, by the ring algorithm."""
+        return self.elements * self.runs * ring_share(self.kind, self.group)
 
     @property
     def sent_bytes(self) -> Fraction:
@@ -95,8 +93,7 @@ class _Site:
 
     @property
     def phase(self) -> Phase:
-        backward = SCATTER in self.scope or "transpose(" in self.scope or "rematted_computation" in self.scope
-        return "backward" if backward else "forward"
+        return "backward" if is_backward(self.scope) else "forward"
 
 
 def _sites(program: Program, scope: str = "", loops: int = 0, runs: int = 1, body: int = 0) -> Iterator[_Site]:

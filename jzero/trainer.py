@@ -25,7 +25,7 @@ from jzero.engine import Engine, initialize
 from jzero.errors import AuditError, CheckpointError, DataError, NonFiniteError, UserError
 from jzero.loss import WeightedLoss, cross_entropy
 from jzero.manifest import clear_leftovers, listing
-from jzero.mesh import make_mesh
+from jzero.mesh import batch_shards, make_mesh
 from jzero.metrics import Row, Sink
 from jzero.metrics.flops import tokens_at_peak
 from jzero.metrics.profiler import ProfilerWindow
@@ -71,7 +71,7 @@ def run_training(
 
 def _run(config: Config, console: Console, directory: RunDirectory, sinks: Sequence[Sink], own: OwnData | None) -> int:
     mesh = make_mesh(config.mesh)
-    batch = plan_batch(config.train, mesh.shape["replica"] * mesh.shape["data"])
+    batch = plan_batch(config.train, batch_shards(mesh.shape))
     latest = find_start(config, directory)
     clear_leftovers(directory.checkpoints)
     if latest is not None and latest >= config.train.num_steps:

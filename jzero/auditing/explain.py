@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from jzero.auditing.finding import Finding
 from jzero.blueprint import Blueprint
 from jzero.hlo import Collective
-from jzero.leaf import LeafPlan, axis_extent
+from jzero.leaf import spec_extent
 from jzero.mesh import BATCH_AXES
 from jzero.traffic import Transfer
 
@@ -186,7 +186,7 @@ class Explainer:
     def _sizes(self, path: str) -> tuple[set[int], set[int]]:
         """Elements of one layer and of all, with padding and without, in the model's own parts and whole."""
         leaf, layers = self.blueprint.plan.params[path], self._layers(path)
-        parts = {1, _own_parts(leaf, self.blueprint.plan.axis_sizes)}
+        parts = {1, spec_extent(leaf.own_spec, self.blueprint.plan.axis_sizes)}
         whole = {math.prod(shape) // n for shape in (leaf.shape, leaf.stored_shape) for n in parts}
         return {count // layers for count in whole}, whole
 
@@ -202,10 +202,6 @@ class Explainer:
 def _part(phase: str | None) -> str | None:
     """The part of a step that gathers are counted by."""
     return phase if phase in ("update", None) else "passes"
-
-
-def _own_parts(leaf: LeafPlan, axis_sizes: Mapping[str, int]) -> int:
-    return math.prod(axis_extent(entry, axis_sizes) for entry in leaf.own_spec)
 
 
 def _note(kind: str, where: str, what: str, advice: str) -> Finding:

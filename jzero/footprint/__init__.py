@@ -13,12 +13,13 @@ import jax
 
 from jzero.blueprint import Blueprint
 from jzero.config import MeshConfig
-from jzero.footprint.operations import Value, read_program, spec_parts
+from jzero.footprint.operations import Value, read_program
 from jzero.footprint.peak import Moment, fullest
 from jzero.footprint.rewrites import rewritten, with_gathered_results
 from jzero.footprint.rules import RULES, Platform
 from jzero.jaxprs import Program
-from jzero.mesh import abstract_mesh
+from jzero.leaf import spec_extent
+from jzero.mesh import abstract_mesh, batch_shards
 from jzero.scopes import traced_engine
 
 
@@ -50,8 +51,8 @@ def estimate_footprint(blueprint: Blueprint, traced: jax.stages.Traced, platform
     """
     rules, sizes = RULES[platform], dict(blueprint.mesh.shape)
     state, batch = jax.tree.leaves(blueprint.abstract_state()), jax.tree.leaves(traced.args_info[0][1])
-    held = [Value(x.size // spec_parts(x.sharding.spec, sizes), x.dtype) for x in state]
-    rows = [Value(_size(x) // _num_shards(blueprint), x.dtype, of_batch=True) for x in batch]
+    held = [Value(x.size // spec_extent(x.sharding.spec, sizes), x.dtype) for x in state]
+    rows = [Value(_size(x) // batch_shards(blueprint.mesh.shape), x.dtype, of_batch=True) for x in batch]
     program = read_program(_local(blueprint, traced), [*held, *rows], sizes)
     scope = rewritten(with_gathered_results(program, held), rules)
     # The new state is written where the old one stands.
@@ -84,7 +85,7 @@ def _local(blueprint: Blueprint, traced: jax.stages.Traced) -> Program:
     which constraints alone tell how parameters are divided."""
     if traced_engine(traced.jaxpr) == "explicit":
         return traced.jaxpr
-    shards, batch = _num_shards(blueprint), traced.args_info[0][1]
+    shards, batch = batch_shards(blueprint.mesh.shape), traced.args_info[0][1]
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // shards, *x.shape[1:]), x.dtype), whole)
     config, plan, steps = blueprint.config, blueprint.plan, blueprint.micro_batches(whole)
@@ -97,10 +98,6 @@ def _local(blueprint: Blueprint, traced: jax.stages.Traced) -> Program:
     alone = MeshConfig(replica=1, data=1, tensor=blueprint.mesh.shape["tensor"])
     twin = replace(blueprint, config=config, plan=plan, mesh=abstract_mesh(alone, blueprint.mesh.shape["tensor"]))
     return twin.train_step(steps, rows).trace(twin.abstract_state(), rows).jaxpr
-
-
-def _num_shards(blueprint: Blueprint) -> int:
-    return blueprint.mesh.shape["replica"] * blueprint.mesh.shape["data"]
 
 
 def _size(x: Any) -> int:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend import core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jzero.jaxprs import Program, opened, subprograms
-from jzero.leaf import axis_extent
+from jzero.leaf import spec_extent
 from jzero.scopes import GATHER, SCATTER
 
 SLICE = "slice_of_stack"  # what a turn of a loop takes of an array that it goes through
@@ -72,11 +72,6 @@ def bodies_by(change: Callable[[Scope], Scope], op: Op) -> Op:
     return op
 
 
-def spec_parts(spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> int:
-    """Over how many devices a placement divides an array."""
-    return math.prod(axis_extent(entry, axis_sizes) for entry in spec)
-
-
 def read_program(program: Program, arguments: Sequence[Value], axis_sizes: Mapping[str, int]) -> Scope:
     """A program on what a device holds of its arguments.
 
@@ -123,7 +118,7 @@ class _Reader:
         of_weight = f"{GATHER}[" in where or f"{SCATTER}[" in where or not value.of_batch
         if not of_weight or not isinstance(sharding, NamedSharding):
             return [value]
-        elements = math.prod(equation.invars[0].aval.shape) // spec_parts(sharding.spec, self.axis_sizes)
+        elements = math.prod(equation.invars[0].aval.shape) // spec_extent(sharding.spec, self.axis_sizes)
         if elements == value.elements:
             return [value]
         if elements < value.elements and value.made is not None and not value.made.reads:

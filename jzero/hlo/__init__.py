@@ -7,6 +7,7 @@ from jzero.hlo.collectives import KINDS as KINDS
 from jzero.hlo.collectives import Collective as Collective
 from jzero.hlo.collectives import collectives as collectives
 from jzero.hlo.collectives import crosses_nodes as crosses_nodes
+from jzero.hlo.collectives import ring_share as ring_share
 from jzero.hlo.loops import Loop as Loop
 from jzero.hlo.loops import loops as loops
 from jzero.hlo.memory import Memory as Memory

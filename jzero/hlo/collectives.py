@@ -4,18 +4,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
-from typing import Literal, TypeAlias
 
 from jzero.hlo.frames import Frames
 from jzero.hlo.groups import crossing, spanned
 from jzero.hlo.lines import Array
 from jzero.hlo.parse import Instruction, instructions
 from jzero.mesh import AnyMesh
-from jzero.scopes import GRADIENTS, SCATTER, use_points, without_paths
+from jzero.scopes import GRADIENTS, Phase, is_backward, use_points, without_paths
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-Phase: TypeAlias = Literal["forward", "backward", "update"]
 
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _METADATA = re.compile(r"\bmetadata=\{[^}]*\}")
@@ -64,9 +63,15 @@ class Collective:
         """Bytes that a device sends in a step, by the ring algorithm; None where `runs` is unknown."""
         if self.runs is None:
             return None
-        twice = 2 if self.kind == "all-reduce" else 1
-        share = 1 if self.kind == "collective-permute" else twice * (self.group - 1) / self.group
-        return round(self.payload_bytes * share * self.runs)
+        return round(self.payload_bytes * self.runs * ring_share(self.kind, self.group))
+
+
+def ring_share(kind: str, group: int) -> Fraction:
+    """What each of `group` devices sends in a ring, as a share of the whole array (Patarasuk and Yuan 2009): of a
+    gather or a reduce-scatter (N-1)/N, of an all-reduce twice that; of a permutation all."""
+    if kind == "collective-permute":
+        return Fraction(1)
+    return Fraction((2 if kind == "all-reduce" else 1) * (group - 1), group)
 
 
 def collectives(text: str, mesh: AnyMesh) -> list[Collective]:
@@ -79,10 +84,9 @@ def collectives(text: str, mesh: AnyMesh) -> list[Collective]:
             continue
         seen.add(_identity(op))
         axes, group = spanned(op.text, sizes)
-        results = _results(op)
+        results, line = _results(op), frames.line(op.text)
         for (dtype, shape), name in zip(results, _names(op.op_name, len(results)), strict=True):
             phase, source = _phase(name, scoped), _source(name)
-            line = frames.line(op.text)
             found.append(Collective(kind, dtype, shape, axes, group, op.loops, op.runs, phase, source, line))
     return found
 
@@ -141,7 +145,7 @@ def _phase(name: str | None, scoped: bool) -> Phase | None:
     """scoped: the program names all that computes gradients."""
     if name is None:
         return None
-    if "transpose(" in name or "rematted_computation" in name or SCATTER in name:
+    if is_backward(name):
         return "backward"
     if "jvp(" in name:
         return "forward"

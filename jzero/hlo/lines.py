@@ -12,6 +12,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
+BODY = re.compile(r"\bbody=%?([\w.\-]+)")  # of a loop
 _MOVES = ("copy", "copy-start", "copy-done", "bitcast")
 
 

@@ -1,12 +1,9 @@
 """What the loops of a compiled program carry from one run of their bodies to the next."""
 
-import re
 from dataclasses import dataclass
 
-from jzero.hlo.lines import Array, Computation, arrays, parse
+from jzero.hlo.lines import BODY, Array, Computation, arrays, parse
 from jzero.hlo.parse import Instruction, instructions
-
-_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ def loops(text: str) -> list[Loop]:
     computations, _ = parse(text)
     found = []
     for op in instructions(text):
-        if op.opcode == "while" and (body := _BODY.search(op.text)):
+        if op.opcode == "while" and (body := BODY.search(op.text)):
             found.append(Loop(op, _changed(op, computations[body[1]])))
     return found
 

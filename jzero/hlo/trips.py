@@ -3,11 +3,10 @@
 import re
 from collections.abc import Mapping
 
-from jzero.hlo.lines import Computation, Line
+from jzero.hlo.lines import BODY, Computation, Line
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
-_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _CONSTANT = re.compile(r" constant\((-?\d+)\)")
 
 
@@ -19,7 +18,7 @@ def trip_count(computations: Mapping[str, Computation], around: Computation, loo
     if known := _KNOWN.search(loop.text):
         return int(known[1])
     condition, body = (
-        computations.get(found[1]) if (found := p.search(loop.text)) else None for p in (_CONDITION, _BODY)
+        computations.get(found[1]) if (found := p.search(loop.text)) else None for p in (_CONDITION, BODY)
     )
     test = condition and condition.root
     if not condition or not body or not test or test.opcode != "compare" or "direction=LT" not in test.text:

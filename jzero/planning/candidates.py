@@ -1,6 +1,5 @@
 """The configs that are tried: one for each stage, and what makes a blueprint of one."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from jzero.blueprint import Blueprint, prepare
 from jzero.config import BatchPlan, Config, plan_batch, with_fields
 from jzero.data.tokenizer import make_tokenizer
 from jzero.hardware import Cluster
-from jzero.mesh import BATCH_AXES, Device, axis_sizes
+from jzero.mesh import Device, axis_sizes, batch_shards
 from jzero.models import build_model
 from jzero.trainer import language_model_loss
 
@@ -54,8 +53,7 @@ def blueprint_of(config: Config, devices: Sequence[Device] | int) -> Blueprint:
 
 def batch_plan(config: Config, num_devices: int) -> BatchPlan:
     """How the devices share a batch. Raises UserError where they cannot."""
-    sizes = axis_sizes(config.mesh, num_devices)
-    return plan_batch(config.train, math.prod(sizes[axis] for axis in BATCH_AXES))
+    return plan_batch(config.train, batch_shards(axis_sizes(config.mesh, num_devices)))
 
 
 def abstract_batch(config: Config, num_devices: int) -> dict[str, Any]:

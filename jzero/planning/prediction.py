@@ -1,6 +1,5 @@
 """A step on given devices: its memory, traffic and time, from the plan and the traced program."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from jzero.config import Config
 from jzero.footprint import Footprint, estimate_footprint
 from jzero.hardware import Cluster
 from jzero.leaf import LeafPlan
-from jzero.mesh import BATCH_AXES
+from jzero.mesh import batch_shards
 from jzero.metrics.flops import flops_per_token
 from jzero.plan import Plan
 from jzero.planning.links import Traffic, traffic
@@ -98,7 +97,7 @@ def predict(config: Config, blueprint: Blueprint, batch: Mapping[str, Any], clus
     """
     traced, plan = blueprint.trace_step(batch), blueprint.plan
     sent = traffic(planned_transfers(blueprint, traced.jaxpr), plan.axis_sizes, cluster)
-    flops = product_flops(traced.jaxpr, math.prod(plan.axis_sizes[axis] for axis in BATCH_AXES))
+    flops = product_flops(traced.jaxpr, batch_shards(plan.axis_sizes))
     return Prediction(
         config,
         cluster,
