@@ -41,3 +41,12 @@ def subprograms(equation: core.JaxprEqn) -> list[Program]:
     """The programs among an equation's parameters."""
     values = [v for p in equation.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
     return [v for v in values if isinstance(v, Program)]
+
+
+def scan_operands(equation: core.JaxprEqn) -> tuple[int, int]:
+    """How many constants, and then how many carries, a scan's operands begin with; the rest it goes through."""
+    params = equation.params
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()  # from jax 0.12 on
+    return len(consts), len(carries)

@@ -110,6 +110,6 @@ def makers(text: str, shape: tuple[int, ...]) -> list[Instruction]:
     return [op for op in instructions(text) if op.opcode not in naming and any(s == shape for _, s in op.arrays)]
 
 
-def temporary_bytes(compiled: Any) -> int:
+def temporary_bytes(compiled: Any, platform: str = "cpu") -> int:
     """What a device holds beyond the program's arguments and results."""
-    return hlo.memory(compiled).temporaries
+    return hlo.memory(compiled, platform).temporaries

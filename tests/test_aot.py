@@ -184,5 +184,6 @@ def test_under_xla_too_no_reduce_scatter_leaves_the_loop_over_micro_batches(plat
 @pytest.mark.parametrize(("scanned", "most"), [(True, 0.5), (False, 1.5)], ids=["scanned", "listed"])
 @pytest.mark.parametrize(("platform", "name"), PLATFORMS)
 def test_each_layer_adds_little_to_the_temporaries_of_explicit_stage_3(platform, name, scanned, most, k):
-    few, many = (temporary_bytes(compiled(blueprint(platform, name, "explicit", 3, k, scanned, n))) for n in (2, 6))
+    steps = (blueprint(platform, name, "explicit", 3, k, scanned, layers) for layers in (2, 6))
+    few, many = (temporary_bytes(compiled(step), platform) for step in steps)
     assert (many - few) / 4 / 4 < most * LAYER

@@ -628,7 +628,8 @@ ORDER = [
     *("mixing.flow", "mixing.elements", "mixing.shapes", "mixing.products", "mixing.programs", "mixing"),
     *("elementwise", "schedules"),
     *("adam8bit", "optim", "loss", "scopes", "usepoint", "gathered", "reads", "residuals"),
-    *("hlo.lines", "hlo.trips", "hlo.parse", "hlo.groups", "hlo.frames", "hlo.collectives", "hlo.loops", "hlo.memory"),
+    *("hlo.lines", "hlo.trips", "hlo.parse", "hlo.groups", "hlo.frames", "hlo.collectives", "hlo.loops"),
+    *("hlo.tpu_executable", "hlo.memory"),
     "hlo",
     *("model_api", "model_nnx", "model_linen", "model_function", "adapt"),
     *("apart", "grads", "grads_xla", "grads_explicit", "collectives", "state", "step"),
@@ -657,6 +658,7 @@ HOMES = {
     "tokenizers": {"data.tokenizer"},
     "datasets": {"data.rows"},
     "zstandard": {"data.paths"},
+    "google": {"hlo.tpu_executable"},
 }
 
 

@@ -343,7 +343,7 @@ def test_a_loop_of_products_is_read_back():
 
 def test_memory_is_what_a_device_must_have_room_for():
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    found = memory(jax.jit(lambda x, y: ((x @ y) @ (y @ x), x + 1), donate_argnums=0).lower(x, x).compile())
+    found = memory(jax.jit(lambda x, y: ((x @ y) @ (y @ x), x + 1), donate_argnums=0).lower(x, x).compile(), "cpu")
     assert found.arguments == 2 * 4 * 256**2
     assert found.outputs - found.aliased >= 4 * 256**2
     assert found.temporaries >= 4 * 256**2

@@ -86,5 +86,5 @@ def audit_program(program: TrainProgram) -> Audit:
         findings=[finding for finding in said if finding.severity == "warning"],
         notes=[finding for finding in said if finding.severity == "note"],
         collectives=found,
-        memory=memory(program.compiled),
+        memory=memory(program.compiled, platform_of(mesh)),
     )

@@ -13,10 +13,10 @@ import jax
 
 from jzero.blueprint import Blueprint
 from jzero.config import MeshConfig
-from jzero.footprint.operations import Value, read_program
+from jzero.footprint.operations import Scope, Value, read_program
 from jzero.footprint.peak import Moment, fullest
 from jzero.footprint.rewrites import rewritten, with_gathered_results
-from jzero.footprint.rules import RULES, Platform
+from jzero.footprint.rules import MOVES, RULES, Platform
 from jzero.jaxprs import Program
 from jzero.leaf import spec_extent
 from jzero.mesh import abstract_mesh, batch_shards
@@ -46,8 +46,8 @@ class Footprint:
 def estimate_footprint(blueprint: Blueprint, traced: jax.stages.Traced, platform: Platform) -> Footprint:
     """What compilers of a platform would report for a step: traced by `blueprint.trace_step`, for any devices.
 
-    Arrays count whole along what the model itself splits over `tensor`. Not in it: a program's own code, which on TPU
-    is reported as temporary (4 to 34 MB).
+    Arrays count whole along what the model itself splits over `tensor`. temporaries: on TPU with the program's code,
+    which is most of them in programs of a few megabytes, and known to a third.
     """
     rules, sizes = RULES[platform], dict(blueprint.mesh.shape)
     state, batch = jax.tree.leaves(blueprint.abstract_state()), jax.tree.leaves(traced.args_info[0][1])
@@ -58,7 +58,12 @@ def estimate_footprint(blueprint: Blueprint, traced: jax.stages.Traced, platform
     # The new state is written where the old one stands.
     moment = fullest(scope, rules, {id(x) for x in scope.gives if x is not None})
     outputs = [Value(_size(x), x.dtype) for x in jax.tree.leaves(traced.out_info)[len(state) :]]
-    return _by_kind(moment, sum(x.bytes for x in (*held, *rows)), sum(x.bytes for x in outputs), rules.scratchpad)
+    found = _by_kind(moment, sum(x.bytes for x in (*held, *rows)), sum(x.bytes for x in outputs), rules.scratchpad)
+    return replace(found, temporaries=found.temporaries + rules.operation_bytes * _num_operations(scope))
+
+
+def _num_operations(scope: Scope) -> int:
+    return sum((op.name not in MOVES) + sum(map(_num_operations, op.bodies)) for op in scope.ops)
 
 
 def _by_kind(moment: Moment, arguments: int, outputs: int, scratchpad: int) -> Footprint:

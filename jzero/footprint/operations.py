@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import NamedSharding
 
-from jzero.jaxprs import Program, opened, subprograms
+from jzero.jaxprs import Program, opened, scan_operands, subprograms
 from jzero.leaf import spec_extent
 from jzero.scopes import GATHER, SCATTER
 
@@ -128,7 +128,8 @@ class _Reader:
 
     def _scan(self, equation: Any, reads: list[Value], ops: list[Op], where: str) -> list[Value]:
         params, body = equation.params, opened(equation.params["jaxpr"])
-        first, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, num_carries = scan_operands(equation)
+        end = first + num_carries
         carries = [Value(x.elements, x.dtype, None, x.gathered, x.of_batch) for x in reads[first:end]]
         slices = [Op(SLICE, [x], [], backward="transpose(" in where) for x in reads[end:]]
         stacks = {

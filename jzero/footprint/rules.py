@@ -1,10 +1,10 @@
 """How compilers differ in what they let stand. Each rule is measured: buffer assignments of jax 0.10.2 for 8 H100, and
-for 8 CPU devices; of TPU v5e and v5p the programs and their totals."""
+for 8 CPU devices, and what XLA:TPU reports in executables for v4, v5e, v5p and v6e (see `hlo.tpu_executable`)."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-Platform = Literal["cpu", "gpu", "tpu"]
+from jzero.hardware import Platform
 
 _CHEAP = """
     abs add add_any and broadcast_in_dim ceil clamp clz complex concatenate conj convert_element_type copy_sign div
@@ -39,7 +39,8 @@ class Rules:
     a product copies operands whose dims lie not as batch, own and summed. fused_operands: a product computes what it
     reads, but for what is rounded first. sunk_constants: a loop computes in it what is made from nothing. joined_sums:
     all sums over devices of one scope are one operation. order: of operations; "late" takes products when they are
-    read. scratchpad: bytes of arrays that lie beside the device's memory.
+    read. scratchpad: bytes of arrays that lie beside the device's memory. operation_bytes: what each operation of the
+    program, moves aside, takes in it.
     """
 
     shared_stand: bool = False
@@ -50,6 +51,7 @@ class Rules:
     joined_sums: bool = False
     order: Literal["program", "breadth first", "late"] = "program"
     scratchpad: int = 0
+    operation_bytes: int = 0
 
 
 RULES: dict[Platform, Rules] = {
@@ -59,7 +61,9 @@ RULES: dict[Platform, Rules] = {
     # Products that only a later operation reads run late, so that what they read stands longer: in Llama 1B's backward
     # pass the attention's probabilities beside two float32 arrays of scores, and four arrays of the MLP.
     "gpu": Rules(sorted_dims=True, joined_sums=True, order="late"),
-    # The total that XLA:TPU reserves exceeds the peak of live arrays that it reports by about the probabilities rounded
-    # to bfloat16 (6 programs: to 8 %). Of v5e's vector memory, 80 to 110 MB held temporaries in two GPT-2 programs.
-    "tpu": Rules(fused_operands=True, sunk_constants=True, scratchpad=96 * 2**20),
+    # Of XLA:TPU's heap 20 to 36 % lie idle (the larger shipped configs); that these rules let the probabilities'
+    # gradient stand, which XLA does not, comes to about as much. Of v5e's vector memory 96 to 112 MiB hold temporaries
+    # (of v5p's 47). Code, constants and what collectives reserve take 7 to 9 KiB an operation in 12 variants of the
+    # quickstart, half of that at stages 0 and 1; 20 to 50 where products are wide, at most 1 % of such a step's memory.
+    "tpu": Rules(fused_operands=True, sunk_constants=True, scratchpad=96 * 2**20, operation_bytes=8192),
 }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jzero.jaxprs import Program, opened, own_equations, source_line, subprograms
+from jzero.jaxprs import Program, opened, own_equations, scan_operands, source_line, subprograms
 from jzero.mixing import elements, products, shapes
 from jzero.mixing.elements import Rule, dtype_of, inexact
 from jzero.mixing.flow import (
@@ -113,10 +113,7 @@ def _cond(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
 
 def _scan(equation: core.JaxprEqn, ins: list[Flow]) -> Flow | list[Flow]:
     params, (body, *_) = equation.params, subprograms(equation)
-    if "num_carry" in params:
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-    else:  # from jax 0.12 on
-        num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
+    num_consts, num_carry = scan_operands(equation)
     consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
     carry, xs, written = [_varying(flow) for flow in carry], [_unstacked(flow) for flow in xs], []
     for done in range(params["length"]):
