@@ -15,6 +15,8 @@ MICRO_BATCHES = "jzero_micro_batches"
 Engine = Literal["xla", "explicit"]
 Phase = Literal["forward", "backward", "update"]
 
+# What jax.jit calls an argument of the step: state.params['blocks/up/kernel'].
+_PARAMETER = re.compile(r"^state\.params\[\\?'(.*?)\\?'\]$")
 _POINT = re.compile(rf"({GATHER}|{SCATTER})\[([^\]]*)\]")
 
 
@@ -26,6 +28,12 @@ def scope(part: str, name: str) -> str:
 def use_points(names: str) -> list[tuple[str, str]]:
     """(GATHER or SCATTER, path of the parameter) of each use point in a stack of names, outermost first."""
     return _POINT.findall(names)
+
+
+def parameter_read(name: str) -> str | None:
+    """The path of the parameter whose argument an operation is named after: XLA of jax 0.12 calls a gather so."""
+    found = _PARAMETER.match(name)
+    return found[1] if found else None
 
 
 def without_paths(names: str) -> str:

@@ -2,6 +2,7 @@
 (`test_collectives.py` and `test_aot.py` hold whole training steps against the papers' formulas.)"""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jzero
 from jzero.hlo import collectives, crosses_nodes, instructions, loops, memory
+from jzero.hlo.tpu_executable import program_bytes
 from jzero.scopes import GRADIENTS
 
 SIZES = {"replica": 2, "data": 4, "tensor": 1}
@@ -163,6 +165,12 @@ PHASES = [
 def test_phase_and_parameter_are_those_of_the_scopes(op_name, phase, path):
     (found,) = name(op_name)
     assert (found.phase, found.source) == (phase, path or op_name)
+
+
+def test_an_operation_that_bears_an_arguments_name_reads_that_parameter():
+    """As a gather of jax 0.12 does, in the text of a program."""
+    found = one(f"f32[16] all-gather(%p), {ALL}, metadata={{op_name=\"state.params[\\'blocks/up/kernel\\']\"}}")
+    assert (found.phase, found.source) == ("forward", "blocks/up/kernel")
 
 
 def test_a_phase_that_the_program_does_not_tell_is_none():
@@ -348,3 +356,53 @@ def test_memory_is_what_a_device_must_have_room_for():
     assert found.outputs - found.aliased >= 4 * 256**2
     assert found.temporaries >= 4 * 256**2
     assert found.peak == found.arguments + found.temporaries + found.outputs - found.aliased
+
+
+def message(*fields: tuple[int, int | bytes]) -> bytes:
+    """In protobuf's encoding."""
+
+    def varint(number: int) -> bytes:
+        return bytes([number & 0x7F | (0x80 if number > 0x7F else 0)]) + (varint(number >> 7) if number > 0x7F else b"")
+
+    return b"".join(
+        varint(number << 3) + varint(value)
+        if isinstance(value, int)
+        else varint(number << 3 | 2) + varint(len(value)) + value
+        for number, value in fields
+    )
+
+
+# Of a TPU program: a heap with fragments, constants and code; the names of arrays fill more than a block.
+ARRAYS = [(4, message((1, b"fusion.%d = fusion" % n), (4, 2**20))) for n in range(6000)]
+PARTS = [
+    (3, message((1, 3), (2, 3000000), (3, 700), *ARRAYS)),
+    (3, message((1, 1), (2, 200))),
+    (3, message((1, 5), (2, 9))),
+]
+MAIN = message((2, 3000209), *PARTS, (4, 2**34), (5, 12800), (6, 12300), (7, 12200), (8, 5))
+VECTOR = message((1, 1), (2, 4096), (3, message((1, 3), (2, 4096))), (4, 2**27))
+EXECUTABLE = message((1, b"names"), (8, bytes(range(256)) * 99), (12, message((1, VECTOR), (1, MAIN))), (18, 7))
+
+
+def in_blocks(data: bytes) -> bytes:
+    """As a Riegeli file holds it."""
+    pieces = [data[at : at + 2**16 - 24] for at in range(0, len(data), 2**16 - 24)]
+    header = bytes.fromhex("83af70d10d884a3f")
+    return b"before" + b"".join(
+        (header if n == 0 else b"\x0a" * 8) + bytes(16) + piece for n, piece in enumerate(pieces)
+    )
+
+
+@pytest.mark.parametrize("executable", [EXECUTABLE, in_blocks(EXECUTABLE)], ids=["plain", "in blocks"])
+def test_a_tpu_executable_says_what_it_takes(executable):
+    assert len(MAIN) > 2**17
+    said = {"temp": 3000700, "argument": 12800, "output": 12300, "alias": 12200}
+
+    def found(**other: int) -> int | None:
+        sizes = {f"{name}_size_in_bytes": size for name, size in (said | other).items()}
+        return program_bytes(executable, SimpleNamespace(**sizes))
+
+    assert found() == 3000209
+    # What does not agree with the compiler's own account is not believed.
+    assert all(found(**{name: size + 1}) is None for name, size in said.items())
+    assert program_bytes(executable[:100], SimpleNamespace(**{f"{name}_size_in_bytes": 0 for name in said})) is None

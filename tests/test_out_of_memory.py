@@ -20,9 +20,9 @@ CONFIG = {"zero": {"stage": 1, "min_shard_elements": 32}}
 
 
 def vast(model, batch):
-    """A loss that sorts 2**44 numbers of each row."""
+    """A loss that adds up 2**42 numbers of each row, one after the other. (A sort of as many crashes XLA:CPU 0.12.)"""
     rows = jnp.mean(model(batch["x"]), axis=1)
-    return jnp.mean(jnp.sort(jnp.broadcast_to(rows[:, None, None], (len(rows), 2**22, 2**22)), axis=1)[:, 0, 0])
+    return jnp.mean(jnp.cumsum(jnp.broadcast_to(rows[:, None], (len(rows), 2**42)), axis=1)[:, -1])
 
 
 def test_a_step_that_finds_no_memory_tells_whose_bytes_lie_there_and_what_takes_fewer():
@@ -36,8 +36,8 @@ def test_a_step_that_finds_no_memory_tells_whose_bytes_lie_there_and_what_takes_
     optimizer = engine.plan.bytes_per_device()["optimizer"]
     assert f"optimizer   {optimizer:>8} B" in told
     assert told.endswith(
-        "train.accumulation_steps: 2 takes about 844424.93 GB\n  train.accumulation_steps: 4 takes about 422212.47 GB\n"
-        "  zero.stage: 2, train.accumulation_steps: 2 takes about 844424.93 GB"
+        "train.accumulation_steps: 2 takes about 70368.74 GB\n  train.accumulation_steps: 4 takes about 35184.37 GB\n"
+        "  zero.stage: 2, train.accumulation_steps: 2 takes about 70368.74 GB"
     )
 
 

@@ -12,7 +12,7 @@ from jzero.hlo.groups import crossing, spanned
 from jzero.hlo.lines import Array
 from jzero.hlo.parse import Instruction, instructions
 from jzero.mesh import AnyMesh
-from jzero.scopes import GRADIENTS, Phase, is_backward, use_points, without_paths
+from jzero.scopes import GRADIENTS, Phase, is_backward, parameter_read, use_points, without_paths
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -145,6 +145,8 @@ def _phase(name: str | None, scoped: bool) -> Phase | None:
     """scoped: the program names all that computes gradients."""
     if name is None:
         return None
+    if parameter_read(name):
+        return "forward"  # where the update gathers, it does so for parameters that rest whole
     if is_backward(name):
         return "backward"
     if "jvp(" in name:
@@ -156,7 +158,7 @@ def _phase(name: str | None, scoped: bool) -> Phase | None:
 
 def _source(name: str | None) -> str | None:
     points = use_points(name or "")
-    return points[-1][1] if points else name
+    return points[-1][1] if points else parameter_read(name or "") or name
 
 
 def _bytes(elements: int, dtype: str) -> int:

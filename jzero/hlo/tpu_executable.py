@@ -1,18 +1,19 @@
 """What XLA:TPU itself says that a program takes, read from the compiled executable."""
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
-from google.protobuf import empty_pb2, proto
+from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 # Numbers of fields, which nothing documents (libtpu 0.0.42 and 0.0.50): a report is believed by its own sums alone.
-_REPORT, _SPACES = 12, 1
 _TOTAL, _PARTS, _ARGUMENTS, _OUTPUTS, _ALIASED = 2, 3, 5, 6, 7
-_KIND, _SIZE, _WASTED = 1, 2, 3
+_KIND, _SIZE, _IDLE = 1, 2, 3
 _HEAP = 3
+_OPENING = b"\x0a"  # of a message in field 1, as the report holds one for each space of memory
+# libtpu 0.0.50 packs it in a Riegeli file, whose blocks begin with a header each (riegeli_records_file_format.md).
+_RIEGELI, _BLOCK, _HEADER = bytes.fromhex("83af70d10d884a3f"), 2**16, 24
 
 
 def program_bytes(executable: bytes, analysis: Any) -> int | None:
@@ -24,48 +25,66 @@ def program_bytes(executable: bytes, analysis: Any) -> int | None:
     part of it that lies idle (fragments), which says 13 to 20 % too much of a step's memory (the larger shipped configs
     on v5e and v5p; XLA compiles them for devices that have less), and leaves out the code.
     """
-    for message in _delimited(executable):
-        for report in _messages(message, _REPORT):
-            for space in _messages(report, _SPACES):
-                heap = sum(
-                    _number(part, _SIZE) + _number(part, _WASTED)
-                    for part in _messages(space, _PARTS)
-                    if _number(part, _KIND) == _HEAP
-                )
-                said = (heap, *(_number(space, n) for n in (_ARGUMENTS, _OUTPUTS, _ALIASED)))
-                if said == (
-                    analysis.temp_size_in_bytes,
-                    analysis.argument_size_in_bytes,
-                    analysis.output_size_in_bytes,
-                    analysis.alias_size_in_bytes,
-                ):
-                    return _number(space, _TOTAL)
+    said = (analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.alias_size_in_bytes)
+    figures = b"".join(
+        _varint(field << 3) + _varint(size) for field, size in zip((_ARGUMENTS, _OUTPUTS, _ALIASED), said, strict=True)
+    )
+    data = _without_blocks(executable)
+    at = data.find(figures)
+    while at >= 0:
+        for space in _around(data, at, at + len(figures)):
+            parts = [_fields(f.data) for f in space if f.field_number == _PARTS and isinstance(f.data, bytes)]
+            heaps = [part for part in parts if part is not None and _number(part, _KIND) == _HEAP]
+            if sum(_number(heap, _SIZE) + _number(heap, _IDLE) for heap in heaps) == analysis.temp_size_in_bytes:
+                return _number(space, _TOTAL)
+        at = data.find(figures, at + 1)
     return None
 
 
-def _delimited(data: bytes) -> Iterator[UnknownFieldSet]:
-    """The messages that it begins with, each behind its length."""
-    stream = io.BytesIO(data)
-    while True:
-        try:
-            message = proto.parse_length_prefixed(empty_pb2.Empty, stream)
-        except DecodeError:
-            return
-        if message is None:
-            return
-        yield UnknownFieldSet(message)
+def _without_blocks(data: bytes) -> bytes:
+    start = data.find(_RIEGELI)
+    if start < 0:
+        return data
+    return b"".join(data[at + _HEADER : at + _BLOCK] for at in range(start, len(data), _BLOCK))
 
 
-def _messages(fields: UnknownFieldSet, number: int) -> Iterator[UnknownFieldSet]:
-    for field in fields:
-        if field.field_number == number and isinstance(field.data, bytes):
-            message = empty_pb2.Empty()
-            try:
-                message.ParseFromString(field.data)
-            except DecodeError:
-                continue
-            yield UnknownFieldSet(message)
+def _around(data: bytes, start: int, end: int) -> Iterator[UnknownFieldSet]:
+    """The messages in which a stretch of bytes lies, innermost first; what holds those differs by version."""
+    opening = data.rfind(_OPENING, 0, start)
+    while opening >= 0:
+        size, first = _read_varint(data, opening + 1)
+        if end <= first + size <= len(data):
+            fields = _fields(data[first : first + size])
+            if fields is not None:
+                yield fields
+        opening = data.rfind(_OPENING, 0, opening)
+
+
+def _fields(data: bytes) -> UnknownFieldSet | None:
+    message = empty_pb2.Empty()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return None
+    return UnknownFieldSet(message)
 
 
 def _number(fields: UnknownFieldSet, number: int) -> int:
     return next((f.data for f in fields if f.field_number == number and isinstance(f.data, int)), 0)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first, a set top bit where more follow (protobuf's encoding)."""
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number, and where what follows it begins."""
+    number = shift = 0
+    for byte in data[at : at + 10]:
+        number |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            break
+    return number, at
