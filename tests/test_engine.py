@@ -365,7 +365,11 @@ LONGER = {"x": np.resize(X, (32, 7)), "y": np.ones((32, 5), np.float32)}
     ("model", "config"),
     [
         ((lambda rngs: Net(rngs), loss, LONGER), {"train": {"global_batch_size": 32, "accumulation_steps": 4}}),
-        ((toys.scanned_decoder, toys.token_loss, toys.token_batch(16, 0)), {"precision": "bf16"}),
+        pytest.param(
+            (toys.scanned_decoder, toys.token_loss, toys.token_batch(16, 0)),
+            {"precision": "bf16"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["batch statistics, dropout, k=4", "bf16"],
 )

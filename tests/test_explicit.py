@@ -193,7 +193,7 @@ def on_one_device(name: str) -> Trained:
 
 PLACES = [Place(0, 8, 3), Place(1, 3, 3), Place(2, 8, 3), Place(3, 8, 1)]
 # Which cases are tried by default, and where; the rest is slow.
-QUICK = ("function that gathers", "weighted, with metrics", "frozen, averaged, clipped", "tensor", "adamw8bit")
+QUICK = ("function that gathers", "weighted, with metrics", "frozen, averaged, clipped", "tensor")
 BY_DEFAULT = {name: PLACES[i % len(PLACES)] for i, name in enumerate(CASES)} | {"tensor": PLACES[3]}
 ARMS = [
     pytest.param(name, place, id=f"{name}-{'-'.join(map(str, place))}", marks=() if default else pytest.mark.slow)

@@ -61,7 +61,11 @@ LISTED = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA:CPU tak
     [
         pytest.param((), id="shipped"),  # -12, -13
         pytest.param(("model.scan_layers=false", "model.num_hidden_layers=2"), id="listed", marks=LISTED),
-        pytest.param(("train.accumulation_steps=4", "zero.stage=2", "model.remat=dots"), id="accumulating dots"),
+        pytest.param(
+            ("train.accumulation_steps=4", "zero.stage=2", "model.remat=dots"),
+            id="accumulating dots",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("model.remat=none", "precision=bf16"), id="bf16 without remat"),
     ],
 )
@@ -253,6 +257,7 @@ def peak(*fields: str, platform: Any = "gpu") -> Footprint:
     return estimate_footprint(*shipped("gpt2", *fields, devices=8), platform)
 
 
+@pytest.mark.slow
 def test_kinds_move_with_what_they_are_made_of():
     whole = peak()
     assert peak("zero.stage=2").gathered == 0 < whole.gathered

@@ -129,20 +129,25 @@ def plain_training(name: str) -> tuple[dict[str, np.ndarray], np.ndarray, np.nda
     return flat(start), np.array(losses), np.array(norms), flat(params)
 
 
-ARMS = [
-    (2, 3, 4),
-    *(
-        pytest.param(stage, devices, accumulation, marks=pytest.mark.slow if stage % 2 else pytest.mark.thorough)
-        for stage in range(4)
-        for i, devices in enumerate((1, 2, 3, 8))
-        for accumulation in ((1, 4)[(stage + i) % 2],)
-        if (stage, devices) != (2, 3)
-    ),
+QUICK, PLACE = ("linen scanned", "function that gathers"), (2, 3, 4)
+PLACES = [PLACE] + [
+    (stage, devices, (1, 4)[(stage + i) % 2])
+    for stage in range(4)
+    for i, devices in enumerate((1, 2, 3, 8))
+    if (stage, devices) != (2, 3)
 ]
 
 
-@pytest.mark.parametrize(("stage", "devices", "accumulation"), ARMS)
-@pytest.mark.parametrize("name", MODELS)
+def marks(name: str, place: tuple[int, int, int]) -> Any:
+    if place == PLACE:
+        return () if name in QUICK else pytest.mark.slow
+    return pytest.mark.slow if name in QUICK and place[0] % 2 else pytest.mark.thorough
+
+
+ARMS = [pytest.param(name, *place, marks=marks(name, place)) for name in MODELS for place in PLACES]
+
+
+@pytest.mark.parametrize(("name", "stage", "devices", "accumulation"), ARMS)
 def test_every_placement_trains_as_without_jzero(name, stage, devices, accumulation):
     start, losses, norms, params = plain_training(name)
     assert losses[-1] < losses[0] - 0.1
@@ -264,7 +269,9 @@ LAYER_KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LAYER_KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if n % 2 else ()) for n, kind in enumerate(LAYER_KINDS)]
+)
 def test_layers_of_every_kind_train_alike_on_three_devices_and_on_one(kind):
     batches = [toys.square_batch(12, i) for i in range(3)]
     losses = []

@@ -44,7 +44,7 @@ def test_a_step_that_finds_no_memory_tells_whose_bytes_lie_there_and_what_takes_
 @pytest.mark.parametrize(
     ("fits", "advice"),
     [
-        ({"zero.stage": 2}, "zero.stage: 2 takes about"),
+        pytest.param({"zero.stage": 2}, "zero.stage: 2 takes about", marks=pytest.mark.slow),
         ({"zero.stage": 3}, "zero.stage: 3 takes about"),
         ({"zero.stage": 3, "train.accumulation_steps": 4}, "zero.stage: 3, train.accumulation_steps: 4 takes about"),
         (None, "No stage and no smaller micro-batch would do: take more devices"),

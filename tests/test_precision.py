@@ -286,8 +286,17 @@ def test_moments_at_rest_in_bfloat16_are_computed_in_float32_and_fall(precision)
 # What stays float32.
 
 
-@pytest.mark.parametrize(("stage", "devices"), [(0, 1), (3, 3), (1, 8)])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "stage", "devices"),
+    [
+        ("bf16", 3, 3),
+        ("fp16", 1, 8),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("bf16", 0, 1), ("bf16", 1, 8), ("fp16", 0, 1), ("fp16", 3, 3))
+        ),
+    ],
+)
 def test_patterns_keep_parameters_float32_at_rest_and_in_the_model(precision, stage, devices):
     seen = {}
 

@@ -287,7 +287,7 @@ def rows_as_computed(run_dir) -> list[Row]:
     return [{name: row[name] for name in row if name not in MEASURED} for row in read_rows(run_dir)]
 
 
-@pytest.mark.parametrize("after", [3, 5])
+@pytest.mark.parametrize("after", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_a_run_goes_on_across_the_end_of_an_epoch_and_within_the_second(two_epochs, tmp_path, after):
     assert go_on(two_epochs, after, tmp_path / "run") == rows_as_computed(two_epochs)
 
