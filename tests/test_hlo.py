@@ -406,3 +406,19 @@ def test_a_tpu_executable_says_what_it_takes(executable):
     # What does not agree with the compiler's own account is not believed.
     assert all(found(**{name: size + 1}) is None for name, size in said.items())
     assert program_bytes(executable[:100], SimpleNamespace(**{f"{name}_size_in_bytes": 0 for name in said})) is None
+
+
+@pytest.mark.parametrize(("executable", "temporaries"), [(EXECUTABLE, 3000209), (b"", 3000700), (None, 3000700)])
+def test_memory_on_tpu_is_the_executables_word_where_it_can_be_read(executable, temporaries):
+    def serialize() -> bytes:
+        if executable is None:
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
+        return executable
+
+    sizes = {"temp": 3000700, "argument": 12800, "output": 12300, "alias": 12200}
+    compiled = SimpleNamespace(
+        memory_analysis=lambda: SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()}),
+        runtime_executable=lambda: SimpleNamespace(serialize=serialize),
+    )
+    assert memory(compiled, "tpu").peak == 12800 + temporaries + 100
+    assert memory(compiled, "gpu").temporaries == 3000700

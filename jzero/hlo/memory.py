@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jzero.hlo.tpu_executable import program_bytes
 
 
@@ -28,15 +30,21 @@ def memory(compiled: Any, platform: str | None) -> Memory:
     `peak_memory_in_bytes` is no measure of it (measured: jax 0.10.2, built-in models). XLA:CPU leaves temporaries out;
     XLA:GPU counts what is live at once, up to 8 % less than the block that its runtime takes; XLA:TPU counts what lies
     in on-chip memory too, and came to between 0.7 and 15 times the sum here. Nor are XLA:TPU's temporaries: see
-    `tpu_executable`.
+    `tpu_executable`; where that report cannot be read they are told as XLA:TPU tells them.
     """
     found = compiled.memory_analysis()
-    temporaries = None
-    if platform == "tpu":
-        temporaries = program_bytes(compiled.runtime_executable().serialize(), found)
+    temporaries = _of_tpu(compiled, found) if platform == "tpu" else None
     return Memory(
         found.argument_size_in_bytes,
         found.temp_size_in_bytes if temporaries is None else temporaries,
         found.output_size_in_bytes,
         found.alias_size_in_bytes,
     )
+
+
+def _of_tpu(compiled: Any, analysis: Any) -> int | None:
+    try:
+        executable = compiled.runtime_executable().serialize()
+    except jax.errors.JaxRuntimeError:
+        return None  # no run ends for want of a report; seen of none, on TPUs that are not there
+    return program_bytes(executable, analysis)
