@@ -192,14 +192,21 @@ def on_one_device(name: str) -> Trained:
 
 
 PLACES = [Place(0, 8, 3), Place(1, 3, 3), Place(2, 8, 3), Place(3, 8, 1)]
-# Which cases are tried by default, and where; the rest is slow.
+# Which cases are tried by default, and where; of the rest every other one is slow, the others thorough.
 QUICK = ("function that gathers", "weighted, with metrics", "frozen, averaged, clipped", "tensor")
 BY_DEFAULT = {name: PLACES[i % len(PLACES)] for i, name in enumerate(CASES)} | {"tensor": PLACES[3]}
+
+
+def marks(name: str, place: Place) -> Any:
+    if place == BY_DEFAULT[name] and name in QUICK:
+        return ()
+    return (pytest.mark.slow, pytest.mark.thorough)[(list(CASES).index(name) + PLACES.index(place)) % 2]
+
+
 ARMS = [
-    pytest.param(name, place, id=f"{name}-{'-'.join(map(str, place))}", marks=() if default else pytest.mark.slow)
+    pytest.param(name, place, id=f"{name}-{'-'.join(map(str, place))}", marks=marks(name, place))
     for name in CASES
     for place in PLACES
-    for default in (place == BY_DEFAULT[name] and name in QUICK,)
     if place.devices == 8 or not CASES[name].mesh
 ]
 
