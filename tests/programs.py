@@ -6,12 +6,20 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
+import pytest
 from jax.sharding import AbstractMesh
 
 from jzero import hlo
 from jzero.hlo import Collective, Instruction, instructions
+
+# What compiles for accelerators that are not there.
+ON_TPU = pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed")
+ON_GPU = pytest.mark.skipif(
+    not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)), reason="no CUDA plugin is installed"
+)
 
 
 def collectives(text: str) -> list[Collective]:

@@ -8,7 +8,6 @@ pytest -m aot
 import math
 from collections import Counter
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from programs import Key, Weight, collectives, keys, planned, temporary_bytes
+from programs import ON_GPU, ON_TPU, Key, Weight, collectives, keys, planned, temporary_bytes
 
 import jzero
 from jzero.blueprint import Blueprint, prepare
@@ -29,19 +28,8 @@ ROWS, LENGTH, VOCAB, WIDTH, HIDDEN, LAYERS = 24, 11, 512, 1024, 2560, 3
 LAYER = WIDTH * WIDTH + 2 * WIDTH * HIDDEN
 SMALL = 32768  # norm scales and biases are below, all layers together, and the shards of weights above
 PLATFORMS = [
-    pytest.param(
-        *("tpu", "v5e:2x4"),
-        marks=pytest.mark.skipif(not find_spec("libtpu"), reason="libtpu is not installed"),
-        id="tpu",
-    ),
-    pytest.param(
-        *("gpu", "h100:8"),
-        marks=pytest.mark.skipif(
-            not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
-            reason="no CUDA plugin is installed",
-        ),
-        id="gpu",
-    ),
+    pytest.param("tpu", "v5e:2x4", marks=ON_TPU, id="tpu"),
+    pytest.param("gpu", "h100:8", marks=ON_GPU, id="gpu"),
 ]
 
 

@@ -47,7 +47,7 @@ def estimate_footprint(blueprint: Blueprint, traced: jax.stages.Traced, platform
     """What compilers of a platform would report for a step: traced by `blueprint.trace_step`, for any devices.
 
     Arrays count whole along what the model itself splits over `tensor`. temporaries: on TPU with the program's code,
-    which is most of them in programs of a few megabytes, and known to a third.
+    which is most of them in programs of a few megabytes, and known to a factor of two there.
     """
     rules, sizes = RULES[platform], dict(blueprint.mesh.shape)
     state, batch = jax.tree.leaves(blueprint.abstract_state()), jax.tree.leaves(traced.args_info[0][1])
